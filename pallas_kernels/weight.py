@@ -1,0 +1,45 @@
+"""A weight as an op receives it: the array that is read, where in a stack it lies, who gets its gradient."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Weight:
+    """One weight, or one layer of a stack of weights.
+
+    Attributes:
+      value: the array whose bits the op reads, in the compute dtype. [L, ...] when `layer` is set, else [...].
+      layer: int32 scalar, the index in a stack. Ops that read a stack index it themselves: slicing it first would
+        copy the weight at every use.
+      master: fp32 array of one layer's shape. When set, the gradient goes there in fp32 and `value` gets none: a
+        gradient in bf16 would lose the bits that accumulation over microbatches needs.
+    """
+
+    value: jax.Array
+    layer: jax.Array | None = None
+    master: jax.Array | None = None
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Shape of one layer's weight."""
+        return self.value.shape if self.layer is None else self.value.shape[1:]
+
+    @property
+    def dtype(self):
+        return self.value.dtype
+
+    def slice(self) -> jax.Array:
+        """The one layer's array; copies when this is a layer of a stack (fine for small vectors)."""
+        if self.layer is None:
+            return self.value
+        return jax.lax.dynamic_index_in_dim(self.value, self.layer, keepdims=False)
+
+
+def as_weight(w: Weight | jax.Array) -> Weight:
+    """Wraps a plain array; a Weight passes through."""
+    return w if isinstance(w, Weight) else Weight(w)
