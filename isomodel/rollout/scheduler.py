@@ -1,0 +1,402 @@
+"""Scheduler: which rows run in the next step, on which pages.
+
+Continuous batching over fixed slots. Every decision is a function of the calls made so far, so one order of requests
+gives one schedule; the schedule itself must not reach a request's bits (tests/isomodel/rollout shows that it does not).
+
+- Admission is first come, first served. A sample is admitted with pages for all its known tokens.
+- A step runs one row of every decoding sample, and at most `chunk_tokens` prompt rows, oldest sample first.
+- When a decoding sample needs a page and none is left, the youngest running sample gives up its pages and goes back to
+  the head of the queue. It keeps its tokens and their log-probabilities; when it runs again their keys and values are
+  recomputed (or found in the prefix cache), with the same bits.
+- Samples of one prompt share its pages: the first computes the prompt, the others take its full pages by reference and
+  a copy of the last, partly filled page. A copy moves bytes, so it has the same bits, and it costs one page of traffic
+  where recomputing costs up to a page of rows through the whole model: with pages of 128 tokens and short prompts that
+  is as much as not sharing at all.
+- Full pages are found again by later requests through the prefix cache, under keys that hold the weight version.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from collections.abc import Iterable
+
+import numpy as np
+
+from isomodel.rollout.pages import PagePool, extend_keys
+from isomodel.rollout.sequence import Request, Sample
+from isomodel.rollout.slots import SlotTable
+
+
+@dataclasses.dataclass(frozen=True)
+class Chunk:
+    """Rows `start` to `start + count` (positions) of a sample."""
+
+    sample: Sample
+    start: int
+    count: int
+
+
+@dataclasses.dataclass
+class Plan:
+    """One step: the rows of `decode` (one each), then those of `chunks`.
+
+    Attributes:
+      copies: (source, destination) pages to copy, in order, before the rows run; no page is written twice.
+      steps: decode steps to take on the device; above 1 only without chunks.
+    """
+
+    decode: list[Sample]
+    chunks: list[Chunk]
+    copies: list[tuple[int, int]]
+    steps: int = 1
+
+    @property
+    def samples(self) -> list[Sample]:
+        """Samples in row order."""
+        return self.decode + [chunk.sample for chunk in self.chunks]
+
+    @property
+    def rows(self) -> int:
+        return len(self.decode) + sum(chunk.count for chunk in self.chunks)
+
+
+@dataclasses.dataclass
+class StepResult:
+    """What a step brought back. S samples in the plan's order, K steps.
+
+    Attributes:
+      counts_S: int32, steps in which the sample got a token (a prefix of the K).
+      tokens_KS: int32. logprobs_KS, truncated_KS: float32.
+      logits_KSV: float32 or None. prompt_logprobs_T: float32 or None, of each row's next prompt token.
+    """
+
+    counts_S: np.ndarray
+    tokens_KS: np.ndarray
+    logprobs_KS: np.ndarray
+    truncated_KS: np.ndarray
+    logits_KSV: np.ndarray | None = None
+    prompt_logprobs_T: np.ndarray | None = None
+
+
+@dataclasses.dataclass
+class SchedulerStats:
+    """Counters since the start.
+
+    Attributes:
+      preemptions: samples that gave up their pages.
+      shared_pages: pages taken by reference from another sample of the same prompt; copied_pages: copied from one.
+      prefill_rows, decode_rows: rows run.
+      reused_tokens: prompt (or resumed) positions that were not run because their keys and values were there.
+    """
+
+    preemptions: int = 0
+    shared_pages: int = 0
+    copied_pages: int = 0
+    prefill_rows: int = 0
+    decode_rows: int = 0
+    reused_tokens: int = 0
+
+
+class Scheduler:
+    """See the module's docstring. Knows nothing of arrays on a device: `schedule`, run the plan, `update`."""
+
+    def __init__(
+        self, pool: PagePool, slots: SlotTable, *, chunk_tokens: int, decode_steps: int, prefix_cache: bool, version: int = 0
+    ):
+        self.pool, self.slots = pool, slots
+        self.chunk_tokens, self.decode_steps, self.prefix_cache = chunk_tokens, decode_steps, prefix_cache
+        self.version = version
+        self.waiting: collections.deque[Sample] = collections.deque()
+        self.running: list[Sample] = []  # in order of admission
+        self.admit_new = True  # False: only samples that have begun are admitted again
+        self.stats = SchedulerStats()
+        self._holding: dict[str, Request] = {}  # requests that hold prompt pages, oldest first
+
+    def add(self, request: Request) -> None:
+        """Puts a request's samples at the end of the queue."""
+        self.waiting.extend(request.samples)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self.running or self.waiting)
+
+    def schedule(self) -> Plan | None:
+        """Decides the next step and takes its pages; None when nothing can run (no work, or only new work not admitted)."""
+        plan = self._plan()
+        if plan is None and self._holding and (self.running or self._next_waiting()):
+            while self._release_hold():  # all room lies in prompt pages kept for later samples: those recompute instead
+                pass
+            plan = self._plan()
+        if plan is None and (self.running or self._next_waiting()):
+            raise RuntimeError("scheduler: work is left, nothing runs and no page can be freed; please report this")
+        return plan
+
+    def _plan(self) -> Plan | None:
+        preemptions = self.stats.preemptions
+        decoding = [s for s in self.running if s.decodes]
+        plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [])
+        budget = self.chunk_tokens
+        pressed = self.stats.preemptions > preemptions
+        for sample in self.running:
+            if not sample.attached and (pressed or not self._may_attach(sample, budget) or not self._attach(sample, plan)):
+                continue
+            budget -= self._add_chunk(sample, plan, budget)
+        while not pressed and budget > 0 and len(self.slots) and (sample := self._next_waiting()):
+            self.slots.take(sample)
+            if self._may_attach(sample, budget) and not self._attach(sample, plan):
+                self.slots.give_back(sample)
+                break
+            self.running.append(self.waiting.popleft())
+            sample.begun = True
+            budget -= self._add_chunk(sample, plan, budget)
+        if not plan.decode and not plan.chunks:
+            return None
+        if not plan.chunks:
+            plan.steps = self._look_ahead(plan.decode)
+        return plan
+
+    def _next_waiting(self) -> Sample | None:
+        if self.waiting and (self.admit_new or self.waiting[0].begun):
+            return self.waiting[0]
+        return None
+
+    def _add_chunk(self, sample: Sample, plan: Plan, budget: int) -> int:
+        if not sample.attached or sample.decodes or budget <= 0:
+            return 0
+        count = min(budget, sample.remaining)
+        plan.chunks.append(Chunk(sample, sample.computed, count))
+        return count
+
+    def _may_attach(self, sample: Sample, budget: int) -> bool:
+        """False while the sample should wait for the one that computes its prompt, or when no row could run anyway."""
+        return budget > 0 and (sample.request.held is not None or sample.request.leader is None)
+
+    def _attach(self, sample: Sample, plan: Plan) -> bool:
+        """Gives a running sample its pages, sharing what is computed already; False (nothing changed) without room."""
+        request, pool = sample.request, self.pool
+        size, shared, ready, source = pool.page_size, [], 0, None
+        keys: list = []
+        if self.prefix_cache:
+            extend_keys(request.prompt_keys, request.prompt, size, self.version)
+            keys = extend_keys(list(request.prompt_keys), sample.tokens[: sample.count], size, self.version)
+            if request.scored:
+                shared = pool.lookup(keys)
+                ready = len(shared) * size
+        cached = len(shared)
+        if request.held is not None and sample.prompt_len > ready:
+            ready = sample.prompt_len
+            shared = request.held[: ready // size]
+            source = request.held[-1] if ready % size else None
+        pool.share(shared)
+        need = pool.pages_for(sample.count) - len(shared)
+        if pool.available < need + self._soon_needed():
+            pool.release(shared)
+            return False
+        sample.pages = shared + pool.allocate(need)
+        if source is not None:
+            plan.copies.append((source, sample.pages[len(shared)]))
+            self.stats.copied_pages += 1
+        if self.prefix_cache and request.scored and request.held is None:
+            pool.stats.queries += len(keys)
+            pool.stats.hits += cached
+        if request.held is not None:
+            self.stats.shared_pages += len(shared)
+        sample.keys, sample.registered = keys, 0
+        sample.kv_ready = ready
+        sample.computed = min(ready, sample.count - 1)
+        self.stats.reused_tokens += sample.computed
+        sample.attached = True
+        request.unattached -= 1
+        if request.held is None and request.unattached:
+            if ready >= sample.prompt_len:
+                self._hold(request, sample.pages[: pool.pages_for(sample.prompt_len)])
+            else:
+                request.leader = sample
+        self._drop_useless_hold(request)
+        self.slots.set_pages(sample)
+        return True
+
+    def _soon_needed(self) -> int:
+        """Pages that running samples will want: without them, an admission would soon be preempted again."""
+        pool = self.pool
+        return sum(s.attached and pool.pages_for(s.request.limit - 1) > len(s.pages) for s in self.running)
+
+    def _grow(self, sample: Sample) -> bool:
+        """Makes sure a decoding sample's next row has a page; False if it had to give way itself."""
+        have = len(sample.pages)
+        need = self.pool.pages_for(sample.count) - have
+        while need > self.pool.available:
+            if self._release_hold():
+                continue
+            victim = self.running[-1]
+            self._preempt(victim)
+            if victim is sample:
+                return False
+        if need > 0:
+            sample.pages += self.pool.allocate(need)
+            self.slots.set_pages(sample, have)
+        return True
+
+    def _look_ahead(self, decode: list[Sample]) -> int:
+        """Number of decode steps whose pages are all there, and takes these pages."""
+
+        def wanted(sample: Sample, steps: int) -> int:
+            last = min(sample.count + steps - 1, sample.request.limit - 1)
+            return max(0, self.pool.pages_for(last) - len(sample.pages))
+
+        steps = min(self.decode_steps, max(s.request.limit - s.count for s in decode))
+        while steps > 1 and sum(wanted(s, steps) for s in decode) > self.pool.available:
+            steps //= 2
+        for sample in decode:
+            if extra := wanted(sample, steps):
+                have = len(sample.pages)
+                sample.pages += self.pool.allocate(extra)
+                self.slots.set_pages(sample, have)
+        return steps
+
+    def _preempt(self, sample: Sample) -> None:
+        assert sample is self.running[-1]
+        self.stats.preemptions += sample.attached
+        self.running.pop()
+        self._detach(sample)
+        self.waiting.appendleft(sample)
+
+    def _detach(self, sample: Sample) -> None:
+        """Takes slot and pages from a sample that runs no more."""
+        request = sample.request
+        if sample.attached:
+            self.pool.release(sample.pages)
+            request.unattached += 1
+        if request.leader is sample:
+            request.leader = None
+        sample.pages, sample.keys = [], []
+        sample.computed = sample.kv_ready = sample.registered = 0
+        sample.attached = False
+        self.slots.give_back(sample)
+
+    def _hold(self, request: Request, pages: list[int]) -> None:
+        self.pool.share(pages)
+        request.held = pages
+        self._holding[request.id] = request
+
+    def _release_hold(self) -> bool:
+        """Gives up the prompt pages held by the youngest request that holds any."""
+        if not self._holding:
+            return False
+        _, request = self._holding.popitem()
+        self.pool.release(request.held)
+        request.held = None
+        return True
+
+    def _drop_useless_hold(self, request: Request) -> None:
+        if request.held is not None and not request.unattached:
+            del self._holding[request.id]
+            self.pool.release(request.held)
+            request.held = None
+
+    def update(self, plan: Plan, result: StepResult) -> list[Sample]:
+        """Takes in what a step brought; returns the samples that finished, in row order, already off their slots."""
+        logits, finished = result.logits_KSV, []
+        for i, sample in enumerate(plan.decode):
+            n = result.counts_S[i]
+            before = sample.count
+            self._accept(sample, result, i, n, logits)
+            sample.computed += sample.count - before
+            self.stats.decode_rows += int(n)
+        row = len(plan.decode)
+        for i, chunk in enumerate(plan.chunks, len(plan.decode)):
+            sample, request = chunk.sample, chunk.sample.request
+            end = chunk.start + chunk.count
+            sample.computed = end
+            if not request.scored:
+                stop = min(end, sample.prompt_len - 1)
+                request.prompt_logprobs[chunk.start + 1 : stop + 1] = result.prompt_logprobs_T[row : row + stop - chunk.start]
+                request.scored = end >= sample.prompt_len - 1
+            row += chunk.count
+            self.stats.prefill_rows += chunk.count
+            if request.leader is sample and end >= sample.prompt_len:
+                request.leader = None
+                if request.unattached:
+                    self._hold(request, sample.pages[: self.pool.pages_for(sample.prompt_len)])
+            if end == sample.count:
+                self._accept(sample, result, i, 1, logits)
+        for sample in plan.samples:
+            sample.kv_ready = max(sample.kv_ready, sample.computed)
+            if self.prefix_cache:
+                self._register(sample)
+            if sample.finish_reason:
+                finished.append(sample)
+                self.running.remove(sample)
+                self._retire(sample)
+        return finished
+
+    def _accept(self, sample: Sample, result: StepResult, i: int, n: int, logits) -> None:
+        sample.accept(
+            result.tokens_KS[:n, i],
+            result.logprobs_KS[:n, i],
+            result.truncated_KS[:n, i],
+            self.version,
+            None if logits is None else logits[:n, i],
+        )
+
+    def _register(self, sample: Sample) -> None:
+        """Tells the prefix cache of the pages that the sample has filled."""
+        full = sample.kv_ready // self.pool.page_size
+        if sample.registered == full:
+            return
+        extend_keys(sample.keys, sample.tokens[: sample.kv_ready], self.pool.page_size, self.version)
+        for i in range(sample.registered, full):
+            self.pool.register(sample.pages[i], sample.keys[i])
+        sample.registered = full
+
+    def _retire(self, sample: Sample) -> None:
+        """A running sample leaves for good."""
+        self._detach(sample)
+        sample.request.unattached -= 1
+        self._drop_useless_hold(sample.request)
+
+    def abort(self, request: Request) -> list[Sample]:
+        """Ends the request's live samples; their neighbours do not notice. Returns them."""
+        aborted = [s for s in request.samples if s.finish_reason is None]
+        for sample in aborted:
+            sample.finish_reason = "abort"
+            if sample.slot >= 0:
+                self.running.remove(sample)
+                self._retire(sample)
+            else:
+                self.waiting.remove(sample)
+                request.unattached -= 1
+        self._drop_useless_hold(request)
+        return aborted
+
+    def change_weights(self, version: int, *, keep_tokens: bool) -> int:
+        """Drops all state that old weights computed: held and cached pages, keys and values of samples in flight.
+
+        These go back to the head of the queue in their order, without their sampled tokens unless `keep_tokens`.
+        Returns how many cached pages were dropped.
+        """
+        while self._release_hold():
+            pass
+        while self.running:
+            sample = self.running.pop()
+            self._detach(sample)
+            self.waiting.appendleft(sample)
+        dropped = self.pool.drop_cached()
+        for sample in self.waiting:
+            sample.begun = False
+            if not keep_tokens:
+                sample.restart()
+            sample.request.weights_changed()
+        self.version = version
+        return dropped
+
+    def check(self) -> None:
+        """Verifies that pages and samples agree (for tests). Raises AssertionError."""
+        holders: Iterable = [s.pages for s in self.running] + [r.held for r in self._holding.values()]
+        self.pool.check(holders)
+        for sample in self.running:
+            assert sample.slot >= 0 and (sample.attached or not sample.pages), f"sample {sample.request.id}/{sample.index}"
+        for sample in self.waiting:
+            assert sample.slot < 0 and not sample.pages, f"sample {sample.request.id}/{sample.index}"
+        assert len({s.slot for s in self.running}) == len(self.running), "two samples share a slot"

@@ -1,0 +1,281 @@
+"""Scheduler: the right rows on the right pages, whatever happens, shown with a runner whose pages hold token ids."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from isomodel.rollout.sampling_params import SamplingParams
+from isomodel.rollout.sequence import Request
+from tests.isomodel.rollout.fake_runner import drain, expected, make, step
+
+
+def request(name, prompt, n=1, new=8, stops=()):
+    params = SamplingParams(seed=len(name), n=n, max_tokens=new)
+    prompt = np.asarray(prompt, np.int32)
+    return Request(name, prompt, params, params.seed, len(prompt) + new, frozenset(stops))
+
+
+def assert_as_alone(requests):
+    for r in requests:
+        for sample in r.samples:
+            tokens = sample.tokens[len(r.prompt) : sample.count].tolist()
+            assert tokens == expected(r, sample.index), f"{r.id}/{sample.index}"
+            assert sample.finish_reason == ("stop" if tokens[-1] in r.stop_ids else "length")
+
+
+def assert_no_leak(scheduler):
+    scheduler.check()
+    assert scheduler.pool.available == scheduler.pool.num_pages
+    assert len(scheduler.slots) == scheduler.slots.page_table_MP.shape[0]
+
+
+def test_one_request():
+    scheduler, runner = make()
+    r = request("a", range(10))
+    scheduler.add(r)
+    assert drain(scheduler, runner) == r.samples
+    assert_as_alone([r])
+    assert_no_leak(scheduler)
+
+
+def test_admission_is_first_come_first_served_and_chunks_go_to_the_oldest_first():
+    scheduler, _ = make(chunk_tokens=8, max_seqs=3)
+    requests = [request(str(i), range(i, i + 6)) for i in range(4)]
+    for r in requests:
+        scheduler.add(r)
+    plan = scheduler.schedule()
+    assert [(c.sample.request.id, c.start, c.count) for c in plan.chunks] == [("0", 0, 6), ("1", 0, 2)]
+    assert [s.request.id for s in scheduler.waiting] == ["2", "3"]
+
+
+def test_decodes_and_chunks_share_a_step():
+    scheduler, runner = make(chunk_tokens=4)
+    a, b = request("a", range(4), new=12), request("bb", range(20, 30))
+    scheduler.add(a)
+    step(scheduler, runner)
+    scheduler.add(b)
+    plan = scheduler.schedule()
+    assert [s.request.id for s in plan.decode] == ["a"] and [c.sample.request.id for c in plan.chunks] == ["bb"]
+    scheduler.update(plan, runner.run(plan))
+    drain(scheduler, runner)
+    assert_as_alone([a, b])
+
+
+def test_the_decode_loop_takes_many_steps_and_stops_where_a_sample_stops():
+    scheduler, runner = make(decode_steps=8)
+    probe = request("a", range(5), new=30)
+    stop = expected(probe, 0)[12]
+    r = request("a", range(5), new=30, stops=[stop])
+    scheduler.add(r)
+    step(scheduler, runner)
+    plan = scheduler.schedule()
+    assert plan.steps == 8
+    scheduler.update(plan, runner.run(plan))
+    drain(scheduler, runner)
+    assert_as_alone([r])
+    assert r.samples[0].stop_reason == stop and r.samples[0].generated < 30
+    assert_no_leak(scheduler)
+
+
+@pytest.mark.parametrize("prompt_len", [1, 3, 4, 5, 8, 11])
+@pytest.mark.parametrize("prefix_cache", [False, True])
+def test_samples_of_one_prompt_share_its_pages(prompt_len, prefix_cache):
+    scheduler, runner = make(prefix_cache=prefix_cache, max_seqs=3)
+    r = request("group", range(prompt_len), n=7)
+    scheduler.add(r)
+    drain(scheduler, runner)
+    assert_as_alone([r])
+    assert len({tuple(s.tokens.tolist()) for s in r.samples}) == 7, "the samples have keys of their own"
+    assert scheduler.stats.prefill_rows == prompt_len + 6, "one row for each sample that forks"
+    assert scheduler.stats.copied_pages == (6 if prompt_len % 4 else 0)
+    assert scheduler.stats.shared_pages == 6 * (prompt_len // 4)
+    assert_no_leak(scheduler)
+
+
+def test_a_later_request_finds_the_pages_of_an_earlier_one():
+    for cache in (True, False):
+        scheduler, runner = make(prefix_cache=cache)
+        first, second, whole = request("a", range(13)), request("bb", list(range(12)) + [40, 41]), request("ccc", range(12))
+        for r in (first, second, whole):
+            scheduler.add(r)
+            drain(scheduler, runner)
+        assert_as_alone([first, second, whole])
+        assert scheduler.pool.stats.hits == (6 if cache else 0)
+        assert scheduler.stats.prefill_rows == (13 + 2 + 1 if cache else 13 + 14 + 12)
+        assert_no_leak(scheduler)
+
+
+def test_preempted_samples_come_back():
+    scheduler, runner = make(num_pages=9, prefix_cache=False)
+    requests = [request("x" * i, range(i, i + 6), new=14) for i in range(1, 5)]
+    for r in requests:
+        scheduler.add(r)
+    drain(scheduler, runner)
+    assert scheduler.stats.preemptions > 0
+    assert_as_alone(requests)
+    assert_no_leak(scheduler)
+
+
+def test_the_oldest_sample_is_never_preempted():
+    scheduler, runner = make(num_pages=9)
+    requests = [request("x" * i, range(i, i + 6), new=14) for i in range(1, 5)]
+    for r in requests:
+        scheduler.add(r)
+    oldest = requests[0].samples[0]
+    while not oldest.finish_reason:
+        step(scheduler, runner)
+        assert oldest.finish_reason or oldest.attached
+
+
+def test_aborting_one_request_leaves_the_others_alone():
+    scheduler, runner = make(max_seqs=4)
+    requests = [request("x" * i, range(i, i + 9), n=3, new=12) for i in range(1, 4)]
+    for r in requests:
+        scheduler.add(r)
+    step(scheduler, runner)
+    step(scheduler, runner)
+    aborted = scheduler.abort(requests[0])
+    assert len(aborted) == 3 and all(s.finish_reason == "abort" for s in aborted)
+    scheduler.check()
+    drain(scheduler, runner)
+    assert_as_alone(requests[1:])
+    assert_no_leak(scheduler)
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_new_weights_drop_every_page_and_hold(keep):
+    scheduler, runner = make(max_seqs=2)
+    r, later = request("a", range(9), n=5, new=12), request("bb", range(9))
+    scheduler.add(r)
+    for _ in range(4):
+        step(scheduler, runner)
+    generated = [s.generated for s in r.samples]
+    assert max(generated) > 0 and scheduler.pool.cached > 0 and r.held is not None
+    assert scheduler.change_weights(1, keep_tokens=keep) > 0
+    assert scheduler.pool.available == scheduler.pool.num_pages and not scheduler.pool.cached and r.held is None
+    assert [s.generated for s in r.samples] == (generated if keep else [0] * 5)
+    runner.store[:] = -1  # nothing of the old pages may be read
+    hits = scheduler.pool.stats.hits
+    scheduler.add(later)
+    drain(scheduler, runner)
+    assert scheduler.pool.stats.hits > hits, "pages of the new weights are cached again"
+    assert_as_alone([r, later])
+    versions = {int(v) for s in r.samples for v in s.versions[: s.generated]}
+    assert versions == ({0, 1} if keep else {1})
+    assert_no_leak(scheduler)
+
+
+def test_the_version_in_the_key_is_what_keeps_stale_pages_out(monkeypatch):
+    """Control: without the version in the key and without dropping, a stale page is found and the tokens go wrong."""
+    from isomodel.rollout import pages
+
+    def stale(scheduler, runner):
+        first, second = request("a", range(13)), request("a", range(13))
+        scheduler.add(first)
+        drain(scheduler, runner)
+        scheduler.pool.drop_cached = lambda: 0
+        scheduler.change_weights(1, keep_tokens=False)
+        runner.store[:] = -1
+        scheduler.add(second)
+        drain(scheduler, runner)
+        return second
+
+    assert_as_alone([stale(*make())])  # the version alone is enough
+    monkeypatch.setattr(pages, "root_key", lambda version: b"same")
+    with pytest.raises(AssertionError):
+        assert_as_alone([stale(*make())])
+
+
+def test_draining_admits_only_what_has_begun():
+    scheduler, runner = make(max_seqs=2)
+    requests = [request("x" * i, range(i, i + 5)) for i in range(1, 5)]
+    for r in requests:
+        scheduler.add(r)
+    step(scheduler, runner)
+    scheduler.admit_new = False
+    while scheduler.running:
+        step(scheduler, runner)
+    assert [r.samples[0].finish_reason for r in requests] == ["length", "length", None, None]
+    assert scheduler.schedule() is None and len(scheduler.waiting) == 2
+    scheduler.admit_new = True
+    drain(scheduler, runner)
+    assert_as_alone(requests)
+
+
+def test_a_leader_that_is_preempted_in_its_prompt_begins_again():
+    scheduler, runner = make(chunk_tokens=4, prefix_cache=False)
+    r = request("a", range(11), n=3)
+    scheduler.add(r)
+    step(scheduler, runner)
+    assert r.leader is r.samples[0] and r.leader.computed == 4
+    scheduler._preempt(r.leader)
+    assert r.leader is None
+    drain(scheduler, runner)
+    assert scheduler.stats.prefill_rows == 4 + 11 + 2
+    assert_as_alone([r])
+    assert_no_leak(scheduler)
+
+
+def test_held_prompt_pages_give_way_when_nothing_else_can():
+    """Two prompts' pages are held for later samples, and the pool is too small for both and one more sample."""
+    scheduler, runner = make(num_pages=7, max_seqs=2, prefix_cache=False)
+    a, b = request("a", range(11), n=4, new=12), request("bb", range(20, 31), n=4, new=12)
+    scheduler.add(a)
+    scheduler.add(b)
+    drain(scheduler, runner)
+    assert_as_alone([a, b])
+    assert_no_leak(scheduler)
+
+
+WORK = st.tuples(
+    st.integers(1, 14),  # prompt length
+    st.integers(0, 2),  # family of prompts: equal prefixes
+    st.integers(1, 5),  # n
+    st.integers(1, 12),  # new tokens
+    st.integers(0, 6),  # step at which it arrives
+)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    work=st.lists(WORK, min_size=1, max_size=7),
+    pages=st.integers(7, 24),
+    chunk=st.integers(1, 20),
+    steps=st.sampled_from([1, 3, 8]),
+    seqs=st.integers(1, 6),
+    cache=st.booleans(),
+    events=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["abort", "restart", "keep"])), max_size=3),
+)
+def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, events):
+    scheduler, runner = make(
+        num_pages=pages, chunk_tokens=chunk, decode_steps=steps, max_seqs=seqs, prefix_cache=cache
+    )
+    requests, aborted, now = [], set(), 0
+    arrivals = {}
+    for i, (length, family, n, new, at) in enumerate(work):
+        r = request("x" * i, np.arange(length) + 10 * family, n=n, new=new, stops=[3])
+        requests.append(r)
+        arrivals.setdefault(at, []).append(r)
+    last = max(arrivals)
+    while now <= last or scheduler.has_work:
+        assert now < 3000, "no progress"
+        for r in arrivals.get(now, []):
+            scheduler.add(r)
+        for at, event in events:
+            if at != now:
+                continue
+            if event == "abort":
+                live = [r for r in requests if r.id not in aborted and any(s.slot >= 0 for s in r.samples)]
+                if live:
+                    scheduler.abort(live[0])
+                    aborted.add(live[0].id)
+            else:
+                scheduler.change_weights(scheduler.version + 1, keep_tokens=event == "keep")
+                runner.store[:] = -1
+        step(scheduler, runner)
+        now += 1
+    assert_as_alone([r for r in requests if r.id not in aborted])
+    assert_no_leak(scheduler)
