@@ -39,6 +39,10 @@ class Weight:
             return self.value
         return jax.lax.dynamic_index_in_dim(self.value, self.layer, keepdims=False)
 
+    def trainable(self) -> jax.Array:
+        """One layer's array in the compute dtype for plain autodiff: the master, rounded, where there is one."""
+        return self.slice() if self.master is None else self.master.astype(self.dtype)
+
 
 def as_weight(w: Weight | jax.Array) -> Weight:
     """Wraps a plain array; a Weight passes through."""

@@ -1,0 +1,272 @@
+"""The one definition of the dense model, run by one forward in every case; no arithmetic of its own, only calls of ops."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from isomodel.batch import Batch, KVCache, TrainPages
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.specs import Params, weight_specs
+from pallas_kernels import attention as attention_op
+from pallas_kernels import embed, gemm, logprob, qk_norm_rope, rms_norm, silu_mul
+from pallas_kernels.weight import Weight
+
+_tap: contextvars.ContextVar[dict | None] = contextvars.ContextVar("tap", default=None)
+
+
+@contextlib.contextmanager
+def _tapping(on: bool):
+    """Collects {region: output} of what is traced inside, where `on`."""
+    seen: dict[str, jax.Array] = {}
+    token = _tap.set(seen if on else None)
+    try:
+        yield seen
+    finally:
+        _tap.reset(token)
+
+
+def _note(region: str, x: jax.Array) -> jax.Array:
+    seen = _tap.get()
+    if seen is not None:
+        seen[region] = x
+    return x
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerContext:
+    """What every layer of one forward shares; `layer` is set where weights and pages are stacks."""
+
+    cfg: ModelConfig
+    numerics: Numerics
+    batch: Batch
+    pages: TrainPages | None
+    layer: jax.Array | None = None
+
+
+class Attention(nnx.Module):
+    """Mixer: fused projection, norm and rotation of queries and keys, paged attention, output projection."""
+
+    def __init__(self, weights: dict[str, Weight], qk_norm: bool):
+        self.qkv = nnx.Param(weights["qkv"])
+        self.q_norm = nnx.Param(weights["q_norm"]) if qk_norm else None
+        self.k_norm = nnx.Param(weights["k_norm"]) if qk_norm else None
+        self.o = nnx.Param(weights["o"])
+
+    def __call__(self, x_TD: jax.Array, kv: tuple | None, ctx: LayerContext):
+        """Returns (mixed rows [T, D], the pages with this batch's keys and values, or None in training)."""
+        cfg, impl = ctx.cfg, ctx.numerics.impl
+        T = x_TD.shape[0]
+        qkv_TN = _note("qkv", gemm.chain(x_TD, self.qkv.get_value(), region="qkv", impl=impl))
+        qkv_TKgd = qkv_TN.reshape(T, cfg.num_kv_heads, cfg.groups + 2, cfg.head_dim)
+        q_THd, k_TKd, v_TKd = qk_norm_rope.qk_norm_rope(
+            qkv_TKgd,
+            ctx.batch.positions_T,
+            None if self.q_norm is None else self.q_norm.get_value(),
+            None if self.k_norm is None else self.k_norm.get_value(),
+            eps=cfg.rms_norm_eps,
+            theta=cfg.rope_theta,
+            max_positions=cfg.max_positions,
+            region="qk_norm_rope",
+            impl=impl,
+        )
+        _note("qk_norm_rope", q_THd)
+        k_pages, v_pages = _write_pages(k_TKd, v_TKd, kv, ctx)
+        o_THd = attention_op.attention(
+            q_THd,
+            k_pages,
+            v_pages,
+            ctx.batch.q_start_S1,
+            ctx.batch.kv_len_S,
+            ctx.batch.page_table_SP,
+            layer=ctx.layer,
+            region="attention",
+            impl=impl,
+        )
+        _note("attention", o_THd)
+        y_TD = gemm.tree(o_THd.reshape(T, -1), self.o.get_value(), region="o_proj", impl=impl, contract_dims=2)
+        return _note("o_proj", y_TD), None if ctx.layer is None else (k_pages, v_pages)
+
+
+def _write_pages(k_TKd, v_TKd, kv, ctx: LayerContext):
+    """Bytes move, nothing rounds: rows go to their slots, padding goes nowhere."""
+    slots_T = ctx.batch.slots_T
+    if ctx.layer is None:
+        pages = ctx.pages
+        flat = (pages.num_pages * pages.page_size, *k_TKd.shape[1:])
+        paged = (pages.num_pages, pages.page_size, *k_TKd.shape[1:])
+        return tuple(jnp.zeros(flat, x.dtype).at[slots_T].set(x, mode="drop").reshape(paged) for x in (k_TKd, v_TKd))
+    page_size = kv[0].shape[2]
+    page_T, offset_T = slots_T // page_size, slots_T % page_size
+    return tuple(p.at[ctx.layer, page_T, offset_T].set(x, mode="drop") for p, x in zip(kv, (k_TKd, v_TKd), strict=True))
+
+
+class DenseMLP(nnx.Module):
+    """silu(gate) * up, and down."""
+
+    def __init__(self, weights: dict[str, Weight]):
+        self.gate_up = nnx.Param(weights["gate_up"])
+        self.down = nnx.Param(weights["down"])
+
+    def __call__(self, x_TD: jax.Array, ctx: LayerContext) -> jax.Array:
+        impl = ctx.numerics.impl
+        gate_up_TN = _note("gate_up", gemm.chain(x_TD, self.gate_up.get_value(), region="gate_up", impl=impl))
+        h_TF = _note("silu_mul", silu_mul.silu_mul(gate_up_TN, region="silu_mul", impl=impl))
+        return _note("down_proj", gemm.tree(h_TF, self.down.get_value(), region="down_proj", impl=impl))
+
+
+class Layer(nnx.Module):
+    """A mixer and an MLP, each after a norm that also adds what came before to the residual stream."""
+
+    def __init__(self, cfg: ModelConfig, weights: dict[str, Weight]):
+        inner = lambda part: {n.removeprefix(part): w for n, w in weights.items() if n.startswith(part)}  # noqa: E731
+        self.mixer_norm = nnx.Param(weights["mixer_norm"])
+        self.mixer = Attention(inner("mixer."), cfg.qk_norm)
+        self.mlp_norm = nnx.Param(weights["mlp_norm"])
+        self.mlp = DenseMLP(inner("mlp."))
+
+    def __call__(self, x_TD, residual_TD, kv, ctx: LayerContext):
+        """x is the last block's output, not yet added to the residual. Returns (x, residual, kv)."""
+        options = dict(eps=ctx.cfg.rms_norm_eps, impl=ctx.numerics.impl)
+        h_TD, residual_TD = rms_norm.add_rms_norm(
+            x_TD, residual_TD, self.mixer_norm.get_value(), region="mixer_norm", **options
+        )
+        x_TD, kv = self.mixer(_note("mixer_norm", h_TD), kv, ctx)
+        h_TD, residual_TD = rms_norm.add_rms_norm(
+            x_TD, residual_TD, self.mlp_norm.get_value(), region="mlp_norm", **options
+        )
+        return self.mlp(_note("mlp_norm", h_TD), ctx), residual_TD, kv
+
+
+_LAYERS = "layers."
+
+
+def _layer_weights(params: Params, masters: Params | None, layer) -> dict[str, Weight]:
+    """The weights of one layer by their name inside it: index `layer` of the stacks, or slices when layer is None."""
+    return {
+        name.removeprefix(_LAYERS): Weight(w, layer, None if masters is None else masters[name])
+        for name, w in params.items()
+        if name.startswith(_LAYERS)
+    }
+
+
+def forward(
+    cfg: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    batch: Batch,
+    kv: KVCache | TrainPages,
+    *,
+    masters: Params | None = None,
+    remat: bool = False,
+) -> tuple[jax.Array, KVCache | None]:
+    """Final hidden rows of a batch, in any case: training, scoring, prefill, decode.
+
+    Args:
+      cfg: the model.
+      numerics: how it computes.
+      params: weights in `numerics.dtype`, named and shaped as `specs.weight_specs(cfg)`.
+      batch: T token rows and their metadata.
+      kv: a KVCache (inference; donate it) or TrainPages (training and scoring: pages live for one layer).
+      masters: fp32 weights of the same names; they get the gradients, in fp32, and `params` gets none.
+      remat: recompute each layer in the backward pass instead of keeping its activations. Forward bits are the same.
+
+    Returns:
+      (hidden [T, D] after the final norm, the cache with this batch's keys and values; None for TrainPages).
+
+    Raises:
+      ValueError: weights missing, extra or of another dtype or shape.
+    """
+    return _forward(cfg, numerics, params, batch, kv, masters, remat, False)[:2]
+
+
+def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv: KVCache | TrainPages):
+    """`forward`, and every region's output: (hidden, kv, {region: [T, ...], or [L, T, ...] for a region of each layer}).
+
+    The regions stand in the order in which a layer computes them.
+    """
+    return _forward(cfg, numerics, params, batch, kv, None, False, True)
+
+
+def _forward(cfg, numerics, params, batch, kv, masters, remat, tap):
+    _check_params(cfg, numerics, params)
+    inference = isinstance(kv, KVCache)
+    top = lambda name: Weight(params[name], None, None if masters is None else masters[name])  # noqa: E731
+
+    def layer(carry, weights):
+        x_TD, residual_TD, pages = carry
+        index = None
+        if inference:
+            index, weights = weights, _layer_weights(params, None, weights)
+        ctx = LayerContext(cfg, numerics, batch, None if inference else kv, index)
+        with _tapping(tap) as seen:
+            x_TD, residual_TD, pages = Layer(cfg, weights)(x_TD, residual_TD, pages, ctx)
+        return (x_TD, residual_TD, pages), seen
+
+    with _tapping(tap) as seen:
+        x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed"))
+        # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
+        carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
+        weights = jnp.arange(cfg.num_layers) if inference else _layer_weights(params, masters, None)
+        (x_TD, residual_TD, pages), of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, weights)
+        seen.update(of_layers)
+        hidden_TD, _ = rms_norm.add_rms_norm(
+            x_TD, residual_TD, top("final_norm"), eps=cfg.rms_norm_eps, region="final_norm", impl=numerics.impl
+        )
+        _note("final_norm", hidden_TD)
+    return hidden_TD, KVCache(*pages) if inference else None, seen
+
+
+def _check_params(cfg: ModelConfig, numerics: Numerics, params: Params) -> None:
+    specs = weight_specs(cfg)
+    faults = [f"missing {n}" for n in specs if n not in params] + [f"unknown {n}" for n in params if n not in specs]
+    faults += [
+        f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {numerics.dtype} {s.shape}"
+        for n, s in specs.items()
+        if n in params and (params[n].dtype != numerics.dtype or tuple(params[n].shape) != s.shape)
+    ]
+    if faults:
+        raise ValueError("weights do not fit the model: " + "; ".join(faults))
+
+
+def _head(params: Params, masters: Params | None) -> Weight:
+    name = "lm_head" if "lm_head" in params else "embed"
+    return Weight(params[name], None, None if masters is None else masters[name])
+
+
+def logits(cfg: ModelConfig, numerics: Numerics, params: Params, hidden_BD: jax.Array) -> jax.Array:
+    """fp32 logits [B, V padded to a multiple of 1024 with -inf] of a few final hidden rows [B, D]."""
+    del cfg
+    return logprob.logits(hidden_BD, _head(params, None), region="lm_head", impl=numerics.impl)
+
+
+def logprobs(
+    cfg: ModelConfig,
+    numerics: Numerics,
+    params: Params,
+    hidden_TD: jax.Array,
+    targets_T: jax.Array,
+    inv_temp_T: jax.Array,
+    *,
+    masters: Params | None = None,
+) -> jax.Array:
+    """Log-probability of each row's target in nats, fp32 [T], <= 0; differentiable; never [T, V] in memory.
+
+    Args:
+      hidden_TD: final hidden rows, as `forward` gives them.
+      targets_T: int32 token ids.
+      inv_temp_T: fp32, 1 / temperature of each row's request.
+      masters: as in `forward`.
+    """
+    del cfg
+    head = _head(params, masters)
+    return logprob.logprob(
+        hidden_TD, head, targets_T, inv_temp_T, regions=("lm_head", "logprob"), impl=numerics.impl
+    )

@@ -1,0 +1,88 @@
+"""Causal attention on paged keys and values: one op for training, prefill and decode.
+
+Keys are walked in absolute blocks of 128 positions from position 0, in splits of 2048. Scores are fp32, scaled into log2
+units; the running maximum is rounded up to a whole number, so that every rescale is by a power of two and exact. P is
+rounded to the compute dtype, O stays fp32 (FlashAttention-2, algorithm 1, with that maximum). Splits are merged in order;
+a fully masked block or split changes nothing. Unwritten rows of a page, and rows of other sequences, may hold anything.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels import registry
+
+BLOCK = 128
+SPLIT = 2048
+
+
+def attention(
+    q_THd: jax.Array,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    q_start_S1: jax.Array,
+    kv_len_S: jax.Array,
+    page_table_SP: jax.Array,
+    *,
+    layer: jax.Array | None = None,
+    region: str,
+    impl: str,
+) -> jax.Array:
+    """softmax(q k^T / sqrt(d)) v over each row's own sequence, keys up to the row's own position.
+
+    Args:
+      q_THd: [T, H, d], bf16 or fp32; rows of sequence s are q_start_S1[s] to q_start_S1[s + 1], its newest tokens.
+      k_pages: [N, p, K, d], or [L, N, p, K, d] with `layer`, of the same dtype; p divides 128, K divides H.
+      v_pages: like k_pages. K and V of this call's rows are already in their pages.
+      q_start_S1: int32 [S + 1], not decreasing; rows past the last entry are padding and give zeros.
+      kv_len_S: int32 [S], positions of each sequence that are written.
+      page_table_SP: int32 [S, P], pages of each sequence in order.
+      layer: int32 scalar, which layer of stacked pages; no gradient through such a call.
+      region: name of the region in the contract.
+      impl: "reference", "hopper" or "native".
+
+    Returns:
+      [T, H, d] in q's dtype.
+
+    Raises:
+      ValueError: shapes or dtypes do not fit.
+      registry.Unsupported: no such implementation.
+    """
+    page_size, K = k_pages.shape[-3], k_pages.shape[-2]
+    if BLOCK % page_size:
+        raise ValueError(f"{region}: page size {page_size} does not divide the KV block of {BLOCK}")
+    if q_THd.shape[1] % K or q_THd.shape[2] != k_pages.shape[-1] or k_pages.shape != v_pages.shape:
+        raise ValueError(f"{region}: q {q_THd.shape}, k pages {k_pages.shape}, v pages {v_pages.shape} do not fit")
+    if not q_THd.dtype == k_pages.dtype == v_pages.dtype:
+        raise ValueError(f"{region}: q is {q_THd.dtype}, the pages {k_pages.dtype} and {v_pages.dtype}")
+    columns = -page_table_SP.shape[1] % (BLOCK // page_size)
+    page_table_SP = jnp.pad(page_table_SP, ((0, 0), (0, columns)))
+    module = registry.implementation("attention", impl)
+    registry.record(region, module.entry(q_THd.shape[1] // K, K, q_THd.shape[2], q_THd.dtype))
+    run = module.attention if impl == "native" else functools.partial(_iso, impl)
+    return run(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _iso(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
+    module = registry.implementation("attention", impl)
+    return module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)[0]
+
+
+def _iso_fwd(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
+    if layer is not None:
+        raise NotImplementedError("no gradient through stacked pages: training uses pages of one layer")
+    module = registry.implementation("attention", impl)
+    o_THd, lse_TH = module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, None)
+    return o_THd, (q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, o_THd, lse_TH)
+
+
+def _iso_bwd(impl, saved, do_THd):
+    grads = registry.implementation("attention", impl).attention_backward(*saved, do_THd)
+    return (*grads, None, None, None, None)
+
+
+_iso.defvjp(_iso_fwd, _iso_bwd)

@@ -1,0 +1,61 @@
+"""Attention as a user would otherwise have it: jax.nn.dot_product_attention, masked."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+ROWS_AT_ONCE = 64
+"""Query rows whose keys are gathered together in inference; bounds memory."""
+
+
+def entry(G: int, K: int, d: int, dtype) -> dict:
+    """This implementation's line in the contract; it claims no order."""
+    del G, K, d
+    return {"implementation": "native", "round": str(dtype), "order": "XLA's choice"}
+
+
+def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
+    """[T, H, d]. Training (layer is None): one call over all pages; inference: each row over its sequence's pages."""
+    T = q_THd.shape[0]
+    rows_T = jnp.arange(T)
+    seq_T = jnp.clip(jnp.searchsorted(q_start_S1, rows_T, side="right") - 1, 0, kv_len_S.shape[0] - 1)
+    position_T = kv_len_S[seq_T] - q_start_S1[seq_T + 1] + rows_T
+    real_T = rows_T < q_start_S1[-1]
+    run = _over_all_pages if layer is None else _over_own_pages
+    o_THd = run(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T)
+    return jnp.where(real_T[:, None, None], o_THd, 0)
+
+
+def _over_all_pages(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T):
+    del layer
+    N, p, K, d = k_pages.shape
+    S, P = page_table_SP.shape
+    used_SP = jnp.arange(P)[None] * p < kv_len_S[:, None]
+    page_SP = jnp.where(used_SP, page_table_SP, N)
+    grid = lambda x: jnp.broadcast_to(x, (S, P))  # noqa: E731
+    owner_N = jnp.full((N,), -1, jnp.int32).at[page_SP].set(grid(jnp.arange(S)[:, None]), mode="drop")
+    first_N = jnp.zeros((N,), jnp.int32).at[page_SP].set(grid(jnp.arange(P)[None] * p), mode="drop")
+    position_B = (first_N[:, None] + jnp.arange(p)[None]).reshape(-1)
+    sees_TB = (jnp.repeat(owner_N, p)[None] == seq_T[:, None]) & (position_B[None] <= position_T[:, None])
+    k_BKd, v_BKd = (x.reshape(N * p, K, d) for x in (k_pages, v_pages))
+    return jax.nn.dot_product_attention(q_THd[None], k_BKd[None], v_BKd[None], mask=sees_TB[None, None])[0]
+
+
+def _over_own_pages(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T):
+    p, K, d = k_pages.shape[-3:]
+    B = page_table_SP.shape[1] * p
+
+    def one_row(row):
+        q_Hd, seq, position = row
+        pages_P = page_table_SP[seq]
+        sees_B = jnp.arange(B) <= position
+        # The mask weighs by zero, and zero times a NaN of an unwritten row is NaN.
+        k_BKd, v_BKd = (
+            jnp.where(sees_B[:, None, None], x.at[layer, pages_P].get(mode="clip").reshape(B, K, d), 0)
+            for x in (k_pages, v_pages)
+        )
+        return jax.nn.dot_product_attention(q_Hd[None, None], k_BKd[None], v_BKd[None], mask=sees_B[None, None, None])[0, 0]
+
+    return lax.map(one_row, (q_THd, seq_T, position_T), batch_size=ROWS_AT_ONCE)

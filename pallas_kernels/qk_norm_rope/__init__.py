@@ -1,0 +1,126 @@
+"""Norm of queries and keys (Qwen3) and rotary positions (Su et al. 2021, eq. 34; halves, as in Hugging Face), in one kernel.
+
+Rounding points, as in Hugging Face's code: the normalised value is cast before its weight, the product is cast, cos and
+sin are cast to the compute dtype, each of the two products is cast, and their sum is cast.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from pallas_kernels import registry
+from pallas_kernels.weight import Weight, as_weight
+
+
+@functools.lru_cache(maxsize=8)
+def rope_table(max_positions: int, head_dim: int, theta: float) -> np.ndarray:
+    """cos and sin of every position: fp32 [max_positions, 2, head_dim / 2].
+
+    Frequencies and angles are rounded to fp32 where Hugging Face's code does; powers, cosines and sines are taken in
+    float64 and rounded once.
+    """
+    exponent = np.arange(0, head_dim, 2, dtype=np.float64) / head_dim
+    inverse_frequency = (1.0 / np.float64(theta) ** exponent).astype(np.float32)
+    angle = (np.arange(max_positions, dtype=np.float32)[:, None] * inverse_frequency[None, :]).astype(np.float64)
+    return np.stack([np.cos(angle), np.sin(angle)], axis=1).astype(np.float32)
+
+
+@functools.lru_cache(maxsize=8)
+def rope_table_hash(max_positions: int, head_dim: int, theta: float) -> str:
+    """SHA-256 of the table's bytes, for the contract."""
+    return hashlib.sha256(rope_table(max_positions, head_dim, theta).tobytes()).hexdigest()
+
+
+def qk_norm_rope(
+    qkv_TKgd: jax.Array,
+    positions_T: jax.Array,
+    q_norm_d: Weight | jax.Array | None,
+    k_norm_d: Weight | jax.Array | None,
+    *,
+    eps: float,
+    theta: float,
+    max_positions: int,
+    region: str,
+    impl: str,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Splits a fused projection into rotated queries, rotated keys, and values.
+
+    Args:
+      qkv_TKgd: [T, K, G + 2, d]: per KV head its G queries, its key, its value; bf16 or fp32.
+      positions_T: int32 [T], in [0, max_positions).
+      q_norm_d: [d] weight of the query norm, or None for no norm (then k_norm_d is None too).
+      k_norm_d: [d] weight of the key norm.
+      eps: added to the mean square.
+      theta: base of the frequencies.
+      max_positions: rows of the table.
+      region: name of the region in the contract.
+      impl: "reference", "hopper" or "native".
+
+    Returns:
+      (q [T, H, d], k [T, K, d], v [T, K, d]) in the same dtype.
+
+    Raises:
+      ValueError: one norm weight without the other.
+      registry.Unsupported: no such implementation.
+    """
+    if (q_norm_d is None) != (k_norm_d is None):
+        raise ValueError(f"{region}: give both norm weights or neither")
+    module = registry.implementation("qk_norm_rope", impl)
+    d, dtype = qkv_TKgd.shape[-1], qkv_TKgd.dtype
+    has_norm = q_norm_d is not None
+    table_hash = rope_table_hash(max_positions, d, theta)
+    registry.record(region, module.entry(qkv_TKgd.shape[1:], eps, theta, table_hash, has_norm, dtype))
+    cos_sin_T2h = jnp.take(jnp.asarray(rope_table(max_positions, d, theta), dtype), positions_T, axis=0, mode="clip")
+    norms = tuple(as_weight(w) for w in (q_norm_d, k_norm_d)) if has_norm else ()
+    if impl == "native":
+        return module.qk_norm_rope(qkv_TKgd, cos_sin_T2h, tuple(w.trainable() for w in norms), eps)
+    values, masters = tuple(w.slice() for w in norms), tuple(w.master for w in norms)
+    return _iso(impl, eps, qkv_TKgd, cos_sin_T2h, values, masters)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _iso(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters):
+    del masters
+    return registry.implementation("qk_norm_rope", impl).qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps)
+
+
+def _iso_fwd(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters):
+    out = _iso(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters)
+    return out, (qkv_TKgd, cos_sin_T2h, norms, tuple(m is not None for m in masters))
+
+
+def _iso_bwd(impl, eps, saved, grads):
+    """The rotation's transpose rotates back; then the norm's gradient, as in rms_norm. fp32 inside."""
+    del impl
+    qkv_TKgd, cos_sin_T2h, norms, to_master = saved
+    T, K, g2, d = qkv_TKgd.shape
+    dq_THd, dk_TKd, dv_TKd = (g.astype(jnp.float32) for g in grads)
+    cos_T11h, sin_T11h = (cos_sin_T2h[:, i, None, None].astype(jnp.float32) for i in (0, 1))
+    dqk_TKgd = jnp.concatenate([dq_THd.reshape(T, K, g2 - 2, d), dk_TKd[:, :, None]], axis=2)
+    a, b = jnp.split(dqk_TKgd, 2, axis=-1)
+    dqk_TKgd = jnp.concatenate([a * cos_T11h + b * sin_T11h, b * cos_T11h - a * sin_T11h], axis=-1)
+    dnorms = []
+    if norms:
+        x_TKgd = qkv_TKgd[:, :, :-1].astype(jnp.float32)
+        r_TKg1 = lax.rsqrt(jnp.mean(x_TKgd * x_TKgd, axis=-1, keepdims=True) + eps)
+        n_TKgd = x_TKgd * r_TKg1
+        for part, w_d, master in zip((slice(0, g2 - 2), slice(g2 - 2, None)), norms, to_master, strict=True):
+            dw_d = jnp.sum((dqk_TKgd * n_TKgd)[:, :, part], axis=(0, 1, 2))
+            dnorms.append(dw_d if master else dw_d.astype(w_d.dtype))
+        q_d, k_d = (w.astype(jnp.float32) for w in norms)
+        w_gd = jnp.concatenate([jnp.broadcast_to(q_d, (g2 - 2, d)), k_d[None]])
+        g_TKgd = dqk_TKgd * w_gd
+        dqk_TKgd = r_TKg1 * (g_TKgd - n_TKgd * jnp.mean(g_TKgd * n_TKgd, axis=-1, keepdims=True))
+    dqkv_TKgd = jnp.concatenate([dqk_TKgd, dv_TKd[:, :, None]], axis=2).astype(qkv_TKgd.dtype)
+    values = tuple(None if m else g for g, m in zip(dnorms, to_master, strict=True))
+    masters = tuple(g if m else None for g, m in zip(dnorms, to_master, strict=True))
+    return dqkv_TKgd, None, values, masters
+
+
+_iso.defvjp(_iso_fwd, _iso_bwd)

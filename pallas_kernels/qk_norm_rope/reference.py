@@ -1,0 +1,57 @@
+"""Query and key norm and rotary positions in plain JAX, one row tile at a time."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from pallas_kernels.rms_norm.reference import LANES, normalise
+from pallas_kernels.tiles import ROWS, map_rows
+
+VERSION = 1
+
+
+def entry(shape: tuple[int, int, int], eps: float, theta: float, table_hash: str, has_norm: bool, dtype) -> dict:
+    """This implementation's line in the contract: all that reaches the bits. shape: (K, G + 2, d)."""
+    norm = {
+        "norm_order": f"{LANES}-wide pieces in order, lanes by halving",
+        "eps": float(eps).hex(),
+        "norm_round": [f"normalised: {dtype}", f"times weight: {dtype}"],
+    }
+    return {
+        "implementation": "reference",
+        "version": VERSION,
+        "arch": "cpu",
+        "inside": "float32",
+        **(norm if has_norm else {"norm": "none"}),
+        "theta": float(theta).hex(),
+        "table_sha256": table_hash,
+        "rope_round": [f"cos, sin: {dtype}", f"each product: {dtype}", f"sum: {dtype}"],
+        "tile": [ROWS, *shape],
+    }
+
+
+def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q [T, H, d], k [T, K, d], v [T, K, d])."""
+    T, K, g2, d = qkv_TKgd.shape
+    dtype = qkv_TKgd.dtype
+    rounded = lambda x: x.astype(dtype).astype(jnp.float32)  # noqa: E731
+
+    def norm(x_MKgd, w_d):
+        return rounded(rounded(normalise(x_MKgd, eps)) * w_d.astype(jnp.float32))
+
+    def tile(qkv_MKgd, cos_sin_M2h):
+        q_MKgd, k_MKgd = (qkv_MKgd[:, :, part].astype(jnp.float32) for part in (slice(0, g2 - 2), slice(g2 - 2, -1)))
+        if norms:
+            q_MKgd, k_MKgd = norm(q_MKgd, norms[0]), norm(k_MKgd, norms[1])
+        cos, sin = (cos_sin_M2h[:, i, None, None].astype(jnp.float32) for i in (0, 1))
+
+        def rotate(x_MKgd):
+            a, b = jnp.split(x_MKgd, 2, axis=-1)
+            low = rounded(a * cos) - rounded(b * sin)
+            high = rounded(b * cos) + rounded(a * sin)
+            return jnp.concatenate([low, high], axis=-1).astype(dtype)
+
+        return rotate(q_MKgd).reshape(-1, K * (g2 - 2), d), rotate(k_MKgd)[:, :, 0], qkv_MKgd[:, :, -1]
+
+    return map_rows(tile, (qkv_TKgd, cos_sin_T2h))

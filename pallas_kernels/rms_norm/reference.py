@@ -1,0 +1,60 @@
+"""RMSNorm in plain JAX, one row tile at a time, the sum of squares in the contract's order."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels.tiles import ROWS, halving_sum, map_rows
+
+VERSION = 1
+LANES = 128
+
+
+def entry(D: int, eps: float, dtype, has_residual: bool) -> dict:
+    """This implementation's line in the contract: all that reaches the bits."""
+    return {
+        "implementation": "reference",
+        "version": VERSION,
+        "arch": "cpu",
+        "accumulate": "float32",
+        "order": f"{LANES}-wide pieces in order, lanes by halving",
+        "width": D,
+        "eps": float(eps).hex(),
+        "tile": [ROWS, D],
+        "round": [f"x + residual: {dtype}"] * has_residual + [f"normalised: {dtype}", f"times weight: {dtype}"],
+    }
+
+
+def lane_sum(x_MD: jax.Array) -> jax.Array:
+    """Sum over the last axis, zero-padded to a multiple of 128: pieces in order, then halving. fp32 in and out."""
+    D = x_MD.shape[-1]
+    x_MD = jnp.pad(x_MD, [(0, 0)] * (x_MD.ndim - 1) + [(0, -D % LANES)])
+    pieces = x_MD.reshape(*x_MD.shape[:-1], -1, LANES)
+    total = pieces[..., 0, :]
+    for i in range(1, pieces.shape[-2]):
+        total = total + pieces[..., i, :]
+    return halving_sum(total)
+
+
+def normalise(x_MD: jax.Array, eps: float) -> jax.Array:
+    """x / sqrt(mean(x^2) + eps) in fp32; x in fp32. Shared with the norm of queries and keys."""
+    mean = lane_sum(x_MD * x_MD) / x_MD.shape[-1]
+    return x_MD * lax.rsqrt(mean + eps)[..., None]
+
+
+def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
+    """(normalised rows, h): h is x, or x + residual."""
+    dtype = x_TD.dtype
+
+    def tile(x_MD, *residual_MD):
+        h_MD = x_MD.astype(jnp.float32)
+        if residual_MD:
+            h_MD = h_MD + residual_MD[0].astype(jnp.float32)
+        h_MD = h_MD.astype(dtype)
+        n_MD = normalise(h_MD.astype(jnp.float32), eps).astype(dtype)
+        y_MD = (n_MD.astype(jnp.float32) * w_D.astype(jnp.float32)).astype(dtype)
+        return y_MD, h_MD
+
+    return map_rows(tile, (x_TD,) if residual_TD is None else (x_TD, residual_TD))

@@ -1,0 +1,51 @@
+"""Sampling by the Gumbel-max trick with counter-based random bits: a request's token depends on its seed, its position, its
+parameters and its logits, and on nothing else in the batch.
+
+The noise of vocabulary entry v at position t is Threefry-2x32 (Salmon et al. 2011) of counter (t, v) under the request's
+key. The token is the lowest index of the largest z / temperature + noise among the kept entries. Truncation: top-k (ties
+at the edge: lowest index first), then top-p over the renormalised rest, in fixed point (probabilities as integers sum
+exactly in any order), then min-p relative to the largest.
+"""
+
+from __future__ import annotations
+
+import jax
+
+from pallas_kernels import registry
+
+
+def sample(
+    logits_BV: jax.Array,
+    keys_B2: jax.Array,
+    positions_B: jax.Array,
+    inv_temp_B: jax.Array,
+    top_k_B: jax.Array,
+    top_p_B: jax.Array,
+    min_p_B: jax.Array,
+    *,
+    region: str,
+    impl: str,
+) -> tuple[jax.Array, jax.Array]:
+    """One token a row.
+
+    Args:
+      logits_BV: fp32 [B, V padded with -inf].
+      keys_B2: uint32 [B, 2], the request's seed.
+      positions_B: int32 [B], index that the token will have in its sequence.
+      inv_temp_B: fp32 [B], 1 / temperature; 0 for greedy (the largest logit, lowest index).
+      top_k_B: int32 [B], how many of the largest entries to keep; 0 keeps all.
+      top_p_B: fp32 [B] in (0, 1], smallest set of largest entries with at least this probability; 1 keeps all.
+      min_p_B: fp32 [B] in [0, 1], keep entries with at least this share of the largest's probability; 0 keeps all.
+      region: name of the region in the contract.
+      impl: "reference", "hopper" or "native".
+
+    Returns:
+      (tokens int32 [B], log-probability of the token under the truncated, renormalised distribution fp32 [B], nats; 0 for
+      greedy). This is not the log-probability of the contract: that is over the full vocabulary (pallas_kernels.logprob).
+
+    Raises:
+      registry.Unsupported: no such implementation.
+    """
+    module = registry.implementation("sample", "reference" if impl == "native" else impl)
+    registry.record(region, module.entry(logits_BV.shape[1]))
+    return module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
