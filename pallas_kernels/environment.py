@@ -37,6 +37,9 @@ PINNED = {
 }
 """XLA flags of iso numerics."""
 
+_CHANGED = ("xla_allow_excess_precision", "xla_gpu_deterministic_ops", "xla_gpu_autotune_level")
+"""Those of PINNED that are not XLA's defaults: they tell which mode XLA was started in."""
+
 _HARMLESS = ("xla_dump_", "xla_hlo_profile", "xla_detailed_logging", "xla_force_host_platform_device_count")
 """Prefixes of flags that reach no bits, so that they stay out of the description (devices reach it as the thread count)."""
 
@@ -77,9 +80,21 @@ def parse_flags(text: str) -> dict[str, str]:
 
 def user_flags() -> dict[str, str]:
     """The flags of XLA_FLAGS less those that `setup` added, here or in a parent process."""
-    text = os.environ.get("XLA_FLAGS", "")
-    added = os.environ.get(_ADDED, "")
-    return parse_flags(text.removesuffix(added) if added else text)
+    return parse_flags(_split()[0])
+
+
+def _split() -> tuple[str, str]:
+    """XLA_FLAGS in two: the user's own text, and what `setup` added ("" where the variable was set anew since)."""
+    text, added = os.environ.get("XLA_FLAGS", ""), os.environ.get(_ADDED, "")
+    return (text.removesuffix(added), added) if added and text.endswith(added) else (text, "")
+
+
+def _restore(theirs: str, ours: str = "") -> None:
+    """Sets XLA_FLAGS to the user's text and ours behind it, or unsets it."""
+    for variable, value in (("XLA_FLAGS", theirs + ours), (_ADDED, ours)):
+        os.environ.pop(variable, None)
+        if value:
+            os.environ[variable] = value
 
 
 def contradictions() -> list[str]:
@@ -111,30 +126,18 @@ def setup() -> None:
     """
     global _late
     if requested_mode() == "native":
-        _remove_ours()
+        _restore(_split()[0])
         return
-    ours = [f"--{name}={value}" for name, value in PINNED.items() if name not in user_flags()]
-    if not ours or os.environ.get(_ADDED):
+    theirs, ours = _split()
+    missing = [f"--{name}={value}" for name, value in PINNED.items() if name not in user_flags()]
+    if ours or not missing:
         return
     if xla_bridge.backends_are_initialized():
         _late = True
         return
-    theirs = os.environ.get("XLA_FLAGS", "").strip()
-    if theirs and not theirs.startswith("-"):
+    if theirs.strip() and not theirs.strip().startswith("-"):  # a file of flags takes no more words behind its name
         theirs = " ".join(shlex.quote(f"--{name}={value}") for name, value in user_flags().items())
-    added = " " + " ".join(ours)
-    os.environ["XLA_FLAGS"] = theirs + added
-    os.environ[_ADDED] = added
-
-
-def _remove_ours() -> None:
-    added = os.environ.pop(_ADDED, "")
-    if added:
-        rest = os.environ.get("XLA_FLAGS", "").removesuffix(added)
-        if rest:
-            os.environ["XLA_FLAGS"] = rest
-        else:
-            os.environ.pop("XLA_FLAGS", None)
+    _restore(theirs, " " + " ".join(missing))
 
 
 def use(mode: str) -> None:
@@ -154,30 +157,33 @@ def use(mode: str) -> None:
         setup()
         check()
         return
-    _remove_ours()
-    wrong = {name for name, value in PINNED.items() if name not in user_flags() and in_force()[name] == value}
-    # Of the pinned flags, those whose default is something else: they tell which mode XLA was started in.
-    if wrong & {"xla_allow_excess_precision", "xla_gpu_deterministic_ops", "xla_gpu_autotune_level"}:
+    theirs, ours = _split()
+    started = bool(ours) and xla_bridge.backends_are_initialized()
+    _restore(theirs)
+    asked = user_flags()
+    if started or any(name not in asked and in_force()[name] == PINNED[name] for name in _CHANGED):
+        _restore(theirs, ours)
         raise EnvironmentFault(
             "numerics=native needs a process of its own, under XLA's default flags, and XLA has read those of iso here: "
             f"start a new process with {_VARIABLE}=native"
         )
+    os.environ[_VARIABLE] = "native"  # and so in child processes
 
 
 def environ_for(mode: str) -> dict[str, str]:
     """A copy of this process's environment variables for a child process that computes in `mode`."""
-    environ = dict(os.environ)
-    added = environ.pop(_ADDED, "")
-    if added:
-        environ["XLA_FLAGS"] = environ.get("XLA_FLAGS", "").removesuffix(added)
-    return environ | {_VARIABLE: mode}
+    environ = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", _ADDED)}
+    theirs, _ = _split()
+    return environ | ({"XLA_FLAGS": theirs} if theirs else {}) | {_VARIABLE: mode}
 
 
 @functools.cache
 def in_force() -> dict[str, str]:
     """{name: value} of PINNED's flags as XLA has them now; makes XLA read XLA_FLAGS if it had not."""
     # jaxlib offers no public way to ask; the options print as a protocol buffer's text, one `name: value` a line.
-    text = str(xla_client.CompileOptions().executable_build_options.debug_options)
+    options = xla_client.CompileOptions()  # kept alive: its parts point into it
+    build = options.executable_build_options
+    text = str(build.debug_options)
     values = dict(re.findall(r"^(xla_\w+): (\S+)$", text, re.MULTILINE))
     # A field that was never set does not print; XLA takes it as the type's zero.
     return {name: values.get(name, "0" if pinned.isdigit() else "false") for name, pinned in PINNED.items()}
@@ -194,7 +200,6 @@ def faults() -> list[str]:
             found.append(
                 "XLA was started without " + " ".join(wrong or [f"--{n}={v}" for n, v in PINNED.items()]) + ": import "
                 "isomodel before JAX computes anything, or put these into XLA_FLAGS before the process starts"
-                + ("; a process that has chosen numerics=native stays native" if not _late else "")
             )
     if jax.config.jax_enable_x64:
         found.append("jax_enable_x64 is on, and no test covers iso numerics under it: turn it off")
@@ -233,17 +238,18 @@ def _cpu_facts() -> dict:
     except OSError:  # not Linux: the processor's name stands for its instruction set
         info["model name"] = platform.processor()
     flags = info.get("flags", info.get("Features", "")).split()
-    floats = re.compile(r"(sse|ssse|avx|fma|f16c|amx|asimd|neon|sve|sme|fp|bf16|i8mm)")
-    caches = {}
-    for level in ("LEVEL1_DCACHE", "LEVEL2_CACHE", "LEVEL3_CACHE"):  # matrix products are cut in blocks by these
-        name = f"SC_{level}_SIZE"
-        caches[level.lower()] = os.sysconf(name) if name in os.sysconf_names else 0
+    floats = re.compile(r"s?sse|avx|fma|f16c|amx|asimd|neon|sve|sme\b|fphp|bf16|i8mm")
+    caches = {}  # a CPU matrix product cuts K by the first two (the third cuts rows, which reorders nothing)
+    for folder in sorted(pathlib.Path("/sys/devices/system/cpu/cpu0/cache").glob("index*")):
+        level, kind, size = ((folder / name).read_text().strip() for name in ("level", "type", "size"))
+        if kind != "Instruction" and level in "12":
+            caches[f"L{level}"] = size
     model = [info.get(key) for key in ("vendor_id", "cpu family", "model", "CPU implementer", "CPU part")]
     return {
         "architecture": platform.machine(),
         "model": " ".join(m for m in model if m) or info.get("model name", "unknown"),
-        "instructions": sorted(f for f in flags if floats.match(f) and f not in ("fpu", "fpu_exception")),
-        "cache_bytes": caches,
+        "instructions": sorted(f for f in flags if floats.match(f)),
+        "caches": caches,
         "threads": cpu_threads(),
     }
 

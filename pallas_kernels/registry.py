@@ -5,11 +5,18 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import importlib
+import itertools
 from typing import Any
+
+import jax
+
+from pallas_kernels import environment
 
 IMPLEMENTATIONS = ("reference", "hopper", "native")
 
 _recorder: contextvars.ContextVar[dict | None] = contextvars.ContextVar("recorder", default=None)
+_recordings = itertools.count(1)
+_trace_context = jax.make_user_context(0)
 
 
 class Unsupported(RuntimeError):
@@ -53,9 +60,12 @@ def implementation(op: str, impl: str):
 
     Raises:
       Unsupported: that op has no such implementation.
+      environment.EnvironmentFault: this process cannot keep the bits that an iso implementation claims.
     """
     if impl not in IMPLEMENTATIONS:
         raise Unsupported(f"unknown implementation {impl!r}; choose one of {', '.join(IMPLEMENTATIONS)}")
+    if impl != "native":
+        environment.check()
     try:
         return importlib.import_module(f"pallas_kernels.{op}.{impl}")
     except ModuleNotFoundError as e:
@@ -64,11 +74,15 @@ def implementation(op: str, impl: str):
 
 @contextlib.contextmanager
 def recording():
-    """Collects {region: entry} of every op traced inside; `record` fills it."""
+    """Collects {region: entry} of every op traced inside; `record` fills it.
+
+    A function that was traced before is traced anew: JAX would answer from its cache, and nothing would be recorded.
+    """
     entries: dict[str, dict[str, Any]] = {}
     token = _recorder.set(entries)
     try:
-        yield entries
+        with _trace_context(next(_recordings)):  # part of the key of JAX's caches
+            yield entries
     finally:
         _recorder.reset(token)
 

@@ -46,6 +46,6 @@ def sample(
     Raises:
       registry.Unsupported: no such implementation.
     """
-    module = registry.implementation("sample", "reference" if impl == "native" else impl)
+    module = registry.implementation("sample", impl)
     registry.record(region, module.entry(logits_BV.shape[1]))
     return module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)

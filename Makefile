@@ -1,0 +1,36 @@
+# Everything on a fresh machine, environment included: `make demo`, `make test`. Settings: PYTHON, VENV, TEST_WORKERS.
+VENV ?= .venv
+export VENV
+BIN := $(VENV)/bin
+# Two workers, each with as many XLA threads as one process alone has: the CPU thread count is part of the contract, and
+# workers change neither the affinity nor NPROC. A file's tests stay together, so that they compile once.
+TEST_WORKERS ?= 2
+# The tests of the demo's own machine: no GPU is looked for.
+CPU := JAX_PLATFORMS=cpu
+
+.PHONY: help env demo test lock clean
+
+help:
+	@echo "make demo    train a tiny model by GRPO on this CPU, plot it, compare with native numerics (under 5 minutes)"
+	@echo "make test    all tests that need no GPU (under 15 minutes on 2 cores)"
+	@echo "make env     only the environment, in $(VENV)"
+	@echo "make lock    resolve the dependencies anew and rewrite constraints.txt"
+	@echo "make clean   remove the environment, caches and build folders"
+
+env:
+	@sh scripts/bootstrap.sh
+
+demo: env
+	$(CPU) $(BIN)/isomodel train configs/demo.yaml
+	$(CPU) $(BIN)/isomodel plot runs/demo
+
+test: env
+	$(CPU) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu and not timing"
+	$(CPU) $(BIN)/python -m pytest -q -m "timing and not gpu"
+
+lock:
+	sh scripts/lock.sh
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,65 @@
+"""What differs between two contracts, in the order in which it matters, and what follows from it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+from isomodel.contract.canonical import readable
+from isomodel.contract.contract import Contract
+
+
+@dataclasses.dataclass(frozen=True)
+class Difference:
+    """One value that differs.
+
+    Attributes:
+      identity: "semantic", "numerical" or "deployment"; "claims" for claims and for state dropped, which have none.
+      path: where, outermost first: ("model", "rope_theta"), or ("attention", "decode", "block").
+      left: the first contract's value; None where it has none.
+      right: the second's.
+    """
+
+    identity: str
+    path: tuple[str, ...]
+    left: Any
+    right: Any
+
+    def __str__(self) -> str:
+        return f"{self.identity}: {' / '.join(self.path)}: {readable(self.left)} -> {readable(self.right)}"
+
+
+def _walk(left: Any, right: Any, path: tuple[str, ...]):
+    if isinstance(left, dict) and isinstance(right, dict):
+        for key in left | right:
+            yield from _walk(left.get(key), right.get(key), (*path, key))
+    elif left != right or type(left) is not type(right):
+        yield path, left, right
+
+
+def diff(a: Contract, b: Contract) -> list[Difference]:
+    """All differences: semantics, then numerics, then the entries in the order in which the forward reaches their regions
+    (a difference that every shared case has is told once, as "all cases"), environment, claims, deployment."""
+    found = [Difference("semantic", *d) for d in _walk(a.semantics, b.semantics, ())]
+    found += [Difference("numerical", *d) for d in _walk(a.numerics, b.numerics, ("numerics",))]
+    for region in a.entries | b.entries:
+        found += _diff_region(region, a.entries.get(region, {}), b.entries.get(region, {}))
+    found += [Difference("numerical", *d) for d in _walk(a.environment, b.environment, ("environment",))]
+    found += [Difference("claims", *d) for d in _walk(a.claims, b.claims, ("invariant over",))]
+    found += [
+        Difference("claims", *d) for d in _walk(a.dropped_on_update, b.dropped_on_update, ("dropped on a weight update",))
+    ]
+    return found + [Difference("deployment", *d) for d in _walk(a.deployment, b.deployment, ("deployment",))]
+
+
+def _diff_region(region: str, a: dict[str, dict], b: dict[str, dict]) -> list[Difference]:
+    by_case = {case: list(_walk(a.get(case), b.get(case), ())) for case in a | b}
+    lists = list(by_case.values())
+    if len(lists) > 1 and all(each == lists[0] for each in lists):
+        by_case = {"all cases": lists[0]}
+    return [Difference("numerical", (region, case, *d[0]), *d[1:]) for case, found in by_case.items() for d in found]
+
+
+def render(differences: list[Difference]) -> str:
+    """One line a difference; "no difference" for none."""
+    return "\n".join(str(d) for d in differences) or "no difference"
