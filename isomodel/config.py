@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 
-class ConfigError(ValueError):
-    """A model configuration that cannot be used; the message lists every fault.
+class FaultyInput(ValueError):
+    """A file or a value that cannot be used; the message lists every fault.
 
     Attributes:
       faults: one sentence each.
@@ -20,6 +20,10 @@ class ConfigError(ValueError):
     def __init__(self, source: str, faults: list[str]):
         self.faults = tuple(faults)
         super().__init__(f"{source} cannot be used:\n" + "\n".join(f"  - {fault}" for fault in faults))
+
+
+class ConfigError(FaultyInput):
+    """A model configuration that cannot be used."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,7 +101,7 @@ class ModelConfig:
         """The model that a Hugging Face config.json describes.
 
         Args:
-          hf: the parsed file, as transformers 4 (`rope_theta`, `torch_dtype`) or 5 (`rope_parameters`, `dtype`) writes it.
+          hf: the parsed file, as transformers 4 (`rope_theta`, `torch_dtype`) or 5 (`rope_parameters`, `dtype`) writes.
           generation: the parsed generation_config.json; its bos, eos and pad ids win, as in transformers' `generate`.
           source: how error messages call the file.
 
@@ -109,9 +113,7 @@ class ModelConfig:
         if family is None:  # nothing else in the file can be judged
             raise ConfigError(source, faults)
         unknown = sorted(set(hf) - _USED - _HARMLESS - set(_REFUSALS))
-        faults += [
-            f"{key}={_show(hf[key])}: unknown field; isomodel does not know whether it changes the model" for key in unknown
-        ]
+        faults += [f"{key}={_show(hf[key])}: unknown field, which might change the model" for key in unknown]
         for key, refusal in _REFUSALS.items():
             if key in hf and not refusal.allowed(hf[key]):
                 faults.append(f"{key}={_show(hf[key])}: {refusal.reason}")
@@ -235,8 +237,8 @@ _REFUSALS = {
     "attention_dropout": _Refusal(_absent_or(0, 0.0), "dropout is not supported"),
     "pretraining_tp": _Refusal(_absent_or(1), "only 1 is supported (other values change the order of sums)"),
     "use_sliding_window": _Refusal(_absent_or(False), "sliding-window attention is not supported"),
-    "quantization_config": _Refusal(_absent_or(), "quantised weights are not supported; convert the model to bf16 first"),
-    "compression_config": _Refusal(_absent_or(), "compressed weights are not supported; convert the model to bf16 first"),
+    "quantization_config": _Refusal(_absent_or(), "quantised weights are not supported; convert them to bf16"),
+    "compression_config": _Refusal(_absent_or(), "compressed weights are not supported; convert them to bf16"),
     "partial_rotary_factor": _Refusal(_absent_or(1, 1.0), "rotating a part of head_dim only is not supported"),
     "rope_interleaved": _Refusal(_absent_or(False), "interleaved RoPE is not supported"),
     "use_mrope": _Refusal(_absent_or(False), "multimodal RoPE is not supported"),
@@ -248,15 +250,16 @@ _REFUSALS = {
 
 # Fields that say nothing about what is computed: provenance, output format, training-time init, defaults of `generate`.
 _HARMLESS = frozenset(
-    "_name_or_path transformers_version torch_dtype dtype initializer_range use_cache max_window_layers is_llama_config "
-    "is_decoder cross_attention_hidden_size tokenizer_class tie_encoder_decoder finetuning_task task_specific_params "
-    "prefix problem_type id2label label2id output_attentions output_hidden_states output_scores return_dict "
-    "return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward _attn_implementation "
-    "_attn_implementation_autoset attn_implementation transformers.js_config unsloth_fixed unsloth_version "
-    "max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty temperature top_k top_p "
-    "typical_p repetition_penalty length_penalty no_repeat_ngram_size encoder_no_repeat_ngram_size bad_words_ids "
-    "num_return_sequences remove_invalid_values exponential_decay_length_penalty suppress_tokens begin_suppress_tokens "
-    "forced_bos_token_id forced_eos_token_id decoder_start_token_id sep_token_id".split()
+    "_name_or_path transformers_version torch_dtype dtype initializer_range use_cache max_window_layers "
+    "is_llama_config is_decoder cross_attention_hidden_size tokenizer_class tie_encoder_decoder finetuning_task "
+    "task_specific_params prefix problem_type id2label label2id output_attentions output_hidden_states output_scores "
+    "return_dict return_dict_in_generate torchscript use_bfloat16 tf_legacy_loss chunk_size_feed_forward "
+    "_attn_implementation _attn_implementation_autoset attn_implementation transformers.js_config unsloth_fixed "
+    "unsloth_version max_length min_length do_sample early_stopping num_beams num_beam_groups diversity_penalty "
+    "temperature top_k top_p typical_p repetition_penalty length_penalty no_repeat_ngram_size "
+    "encoder_no_repeat_ngram_size bad_words_ids num_return_sequences remove_invalid_values "
+    "exponential_decay_length_penalty suppress_tokens begin_suppress_tokens forced_bos_token_id forced_eos_token_id "
+    "decoder_start_token_id sep_token_id".split()
 )
 
 _INTS = {  # Hugging Face name -> ours
