@@ -1,4 +1,4 @@
-"""What reaches the bits besides our own code: XLA flags, compiler, machine. Set before JAX initialises, checked, described.
+"""What reaches the bits besides our own code: XLA flags, compiler, machine. Set before JAX starts, checked, described.
 
 XLA reads XLA_FLAGS once a process, so one process has one numerics: "iso" (our flags) or "native" (XLA's own defaults).
 `setup` runs when pallas_kernels is imported and puts the flags of iso in XLA_FLAGS; `use` settles the mode before the
@@ -30,7 +30,7 @@ PINNED = {
     # One algorithm, whichever process compiles: no timing picks it, no atomics add in it.
     "xla_gpu_deterministic_ops": "true",
     "xla_gpu_autotune_level": "0",
-    # XLA's defaults, pinned so that a user's flags cannot undo them: reassociation, reciprocals, NaN-losing min and max.
+    # XLA's defaults, pinned so that a user's flags cannot undo them: reassociation, NaN-losing min and max.
     "xla_cpu_enable_fast_math": "false",
     "xla_cpu_enable_fast_min_max": "false",
     "xla_gpu_enable_fast_min_max": "false",
@@ -41,10 +41,10 @@ _CHANGED = ("xla_allow_excess_precision", "xla_gpu_deterministic_ops", "xla_gpu_
 """Those of PINNED that are not XLA's defaults: they tell which mode XLA was started in."""
 
 _HARMLESS = ("xla_dump_", "xla_hlo_profile", "xla_detailed_logging", "xla_force_host_platform_device_count")
-"""Prefixes of flags that reach no bits, so that they stay out of the description (devices reach it as the thread count)."""
+"""Prefixes of flags that reach no bits, so that they stay out of the description (devices do as the thread count)."""
 
 _VARIABLE = "ISOMODEL_NUMERICS"
-_ADDED = "ISOMODEL_XLA_FLAGS"  # what `setup` put into XLA_FLAGS, so that a child process can tell it from the user's own
+_ADDED = "ISOMODEL_XLA_FLAGS"  # what `setup` put into XLA_FLAGS: a child process can tell it from the user's
 
 _late = False  # JAX's backends were there before our flags
 
@@ -54,8 +54,8 @@ class EnvironmentFault(RuntimeError):
 
 
 def parse_flags(text: str) -> dict[str, str]:
-    """{name: value} of an XLA_FLAGS string, by XLA's own rules: the last of a name wins, a bare --name is true, and a text
-    that does not start with "-" names a file that holds the flags.
+    """{name: value} of an XLA_FLAGS string, by XLA's own rules: the last of a name wins, a bare --name is true, and a
+    text that does not start with "-" names a file that holds the flags.
 
     Raises:
       EnvironmentFault: the file cannot be read, or a word is no flag.
@@ -144,8 +144,8 @@ def use(mode: str) -> None:
     """Settles the numerics of this process, before JAX computes anything. Calling it again with the same mode is free.
 
     Raises:
-      EnvironmentFault: ISOMODEL_NUMERICS says otherwise, the user's XLA_FLAGS contradict the contract, or XLA has already
-        read the flags of the other mode.
+      EnvironmentFault: ISOMODEL_NUMERICS says otherwise, the user's XLA_FLAGS contradict the contract, or XLA has
+        already read the flags of the other mode.
     """
     if mode not in MODES:
         raise EnvironmentFault(f"numerics mode {mode!r}; choose one of {', '.join(MODES)}")
@@ -164,7 +164,7 @@ def use(mode: str) -> None:
     if started or any(name not in asked and in_force()[name] == PINNED[name] for name in _CHANGED):
         _restore(theirs, ours)
         raise EnvironmentFault(
-            "numerics=native needs a process of its own, under XLA's default flags, and XLA has read those of iso here: "
+            "numerics=native needs a process of its own, under XLA's default flags, and XLA has read iso's here: "
             f"start a new process with {_VARIABLE}=native"
         )
     os.environ[_VARIABLE] = "native"  # and so in child processes
@@ -219,8 +219,8 @@ def check() -> None:
 
 
 def cpu_threads() -> int:
-    """Threads of XLA's CPU client: PJRT_NPROC or NPROC if set, else the CPUs that the process may run on; at least one a
-    virtual device (xla_force_host_platform_device_count)."""
+    """Threads of XLA's CPU client: PJRT_NPROC or NPROC if set, else the CPUs that the process may run on; at least one
+    a virtual device (xla_force_host_platform_device_count)."""
     devices = int(parse_flags(os.environ.get("XLA_FLAGS", "")).get("xla_force_host_platform_device_count", 1))
     for variable in ("PJRT_NPROC", "NPROC"):
         if (value := os.environ.get(variable, "")).isdigit():
@@ -278,8 +278,8 @@ def _gpu_facts(device: jax.Device) -> dict:
 def describe() -> dict:
     """Every fact about this process that reaches the bits, as JSON values; starts JAX's backend if it was not.
 
-    Keys: jax and jaxlib (versions), platform ("cpu" or "gpu"), xla_flags (PINNED as in force, and the user's others that
-    are not known to be harmless), jax_config, and cpu or gpu (the machine). Python, flax and the like stay out.
+    Keys: jax and jaxlib (versions), platform ("cpu" or "gpu"), xla_flags (PINNED as in force, and the user's others
+    that are not known to be harmless), jax_config, and cpu or gpu (the machine). Python, flax and the like stay out.
     """
     device = jax.devices()[0]
     others = {n: v for n, v in user_flags().items() if n not in PINNED and not n.startswith(_HARMLESS)}

@@ -96,8 +96,8 @@ def agree(*contracts: Contract) -> Contract:
 
 
 def _shared(contract: Contract, other: Contract) -> Contract:
-    """`contract` less deployment, with the entries of each region that both have under one name, so that different cases
-    of two programs can be compared (iso: a region has one entry in all of a program's cases)."""
+    """`contract` less deployment, with the entries of each region that both have under one name, so that different
+    cases of two programs can be compared (iso: a region has one entry in all of a program's cases)."""
     entries = {
         region: {"all cases": next(iter(by_case.values()))}
         for region, by_case in contract.entries.items()

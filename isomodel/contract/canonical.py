@@ -15,7 +15,7 @@ _FLOATS = {"f64": np.float64, "f32": np.float32, "bf16": ml_dtypes.bfloat16, "f1
 
 
 def plain(value: Any, where: str = "value") -> Any:
-    """`value` in JSON's own types: floats as "f64:<hex of the bits>" (f32, bf16, f16 for numpy's), dtypes as their names,
+    """`value` in JSON's own types: floats as "f64:<hex of the bits>" (f32, bf16, f16 for numpy's), dtypes as names,
     tuples as lists, NumPy integers and booleans as Python's. Mapping order is kept.
 
     Raises:
@@ -28,8 +28,12 @@ def plain(value: Any, where: str = "value") -> Any:
     for name, dtype in _FLOATS.items():
         if isinstance(value, float if name == "f64" else dtype):  # np.float64 is a float
             return f"{name}:{np.asarray(value, dtype).tobytes()[::-1].hex()}"
-    if isinstance(value, np.dtype) or (isinstance(value, type) and issubclass(value, np.generic)):
+    if isinstance(value, np.dtype):
+        return value.name
+    if isinstance(value, type) and issubclass(value, np.generic):
         return np.dtype(value).name
+    if isinstance(getattr(value, "dtype", None), np.dtype) and callable(value):  # jnp.float32 and the like
+        return value.dtype.name
     if isinstance(value, dict):
         if bad := [key for key in value if not isinstance(key, str)]:
             raise TypeError(f"{where}: keys must be strings, not {bad[0]!r}")

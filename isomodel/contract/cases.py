@@ -1,6 +1,6 @@
 """The five cases of a model, traced at small shapes: what `isomodel contract show` derives a contract from.
 
-A trainer and an engine trace their own steps instead. Bits do not depend on these shapes, and so entries may not either.
+A trainer and an engine trace their own steps instead. Bits do not depend on these shapes, so entries may not either.
 """
 
 from __future__ import annotations

@@ -131,7 +131,7 @@ class Contract:
         wrong = [name for name, value in actual.items() if stored.get(name) != value]
         if wrong:
             raise ContractError(
-                f"{source} was changed after it was written: its {' and '.join(wrong)} identity is not that of its content"
+                f"{source} was changed after it was written: its {' and '.join(wrong)} identity is not its content's"
             )
         return contract
 
@@ -187,8 +187,8 @@ def derive(
       dropped_on_update: what this program drops on a weight update.
 
     Raises:
-      ContractError: a case is unknown or records no region, two cases that must agree differ (iso), or no claim is known
-        for the implementation.
+      ContractError: a case is unknown or records no region, two cases that must agree differ (iso), or no claim is
+        known for the implementation.
       environment.EnvironmentFault: iso numerics in a process whose XLA flags are not the contract's.
     """
     impl = numerics.impl

@@ -38,17 +38,16 @@ def _walk(left: Any, right: Any, path: tuple[str, ...]):
 
 
 def diff(a: Contract, b: Contract) -> list[Difference]:
-    """All differences: semantics, then numerics, then the entries in the order in which the forward reaches their regions
-    (a difference that every shared case has is told once, as "all cases"), environment, claims, deployment."""
+    """All differences: semantics, then numerics, then the entries in the order in which the forward reaches their
+    regions (a difference that every shared case has is told once, as "all cases"), environment, claims, deployment."""
     found = [Difference("semantic", *d) for d in _walk(a.semantics, b.semantics, ())]
     found += [Difference("numerical", *d) for d in _walk(a.numerics, b.numerics, ("numerics",))]
     for region in a.entries | b.entries:
         found += _diff_region(region, a.entries.get(region, {}), b.entries.get(region, {}))
     found += [Difference("numerical", *d) for d in _walk(a.environment, b.environment, ("environment",))]
     found += [Difference("claims", *d) for d in _walk(a.claims, b.claims, ("invariant over",))]
-    found += [
-        Difference("claims", *d) for d in _walk(a.dropped_on_update, b.dropped_on_update, ("dropped on a weight update",))
-    ]
+    dropped = _walk(a.dropped_on_update, b.dropped_on_update, ("dropped on a weight update",))
+    found += [Difference("claims", *d) for d in dropped]
     return found + [Difference("deployment", *d) for d in _walk(a.deployment, b.deployment, ("deployment",))]
 
 
