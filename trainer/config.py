@@ -118,8 +118,9 @@ class RewardSection:
         last \\boxed{..}), "number" (the last number), "line" (the last line that is not blank).
       terms: further terms that are added; each is logged as reward/KIND.
       workers: processes that judge; 0 judges in the trainer's own process, without a time limit.
-      timeout_s: seconds for one completion (with workers).
+      timeout_s: seconds that one completion may take, all terms together (with workers).
       on_timeout: "zero" gives that completion 0, "stop" ends the run.
+      on_error: what a function that raises, or returns no finite number, does: "stop" or "zero".
     """
 
     kind: Annotated[str, Field(min_length=1)] = "task"
@@ -130,6 +131,7 @@ class RewardSection:
     workers: Natural = 0
     timeout_s: PositiveFloat = 30.0
     on_timeout: Literal["zero", "stop"] = "zero"
+    on_error: Literal["zero", "stop"] = "stop"
 
     @property
     def all_terms(self) -> tuple[RewardTerm, ...]:
