@@ -54,7 +54,7 @@ def test_parse_flags_by_xlas_rules(tmp_path):
 
 
 def test_all_contradictions_are_named_at_once(monkeypatch):
-    flags = "--xla_allow_excess_precision=true --xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=true --xla_dump_to=/x"
+    flags = "--xla_allow_excess_precision=true --xla_gpu_autotune_level=4 --xla_gpu_deterministic_ops=1 --xla_dump_to=/"
     monkeypatch.setenv("XLA_FLAGS", flags)
     with pytest.raises(environment.EnvironmentFault) as e:
         environment.check()
@@ -141,7 +141,7 @@ def test_a_users_contradiction_is_refused_and_native_takes_it():
 def test_a_users_other_flags_stay(tmp_path):
     code = "import isomodel, os, json; print(json.dumps(os.environ['XLA_FLAGS'].split()))"
     flags = printed(code, XLA_FLAGS="--xla_cpu_max_isa=AVX2")
-    assert flags[0] == "--xla_cpu_max_isa=AVX2" and set(flags[1:]) == {f"--{n}={v}" for n, v in environment.PINNED.items()}
+    assert flags == ["--xla_cpu_max_isa=AVX2", *(f"--{n}={v}" for n, v in environment.PINNED.items())]
     file = tmp_path / "flags"
     file.write_text("--xla_cpu_max_isa=AVX2\n")
     assert printed(code, XLA_FLAGS=str(file)) == flags
@@ -179,8 +179,8 @@ def test_environ_for_a_child_of_either_numerics(mode):
         import subprocess, sys
         from pallas_kernels import environment as e
         e.use("iso")
-        child = subprocess.run([sys.executable, "-c", {IN_FORCE!r}], env=e.environ_for({mode!r}), capture_output=True, text=True)
-        print(child.stdout)
+        environ = e.environ_for({mode!r})
+        print(subprocess.run([sys.executable, "-c", {IN_FORCE!r}], env=environ, capture_output=True, text=True).stdout)
     """
     in_force = json.loads(python(code).stdout)
     assert (in_force == environment.PINNED) == (mode == "iso")

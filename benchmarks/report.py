@@ -1,0 +1,202 @@
+"""benchmarks/results.jsonl, one measurement a line, and RESULTS.md, the page made from it.
+
+A benchmark calls `record`; `python -m benchmarks.report` writes the page, and with --check says if it is up to date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import datetime
+import json
+import operator
+import pathlib
+import platform
+import re
+import sys
+
+HERE = pathlib.Path(__file__).parent
+RESULTS = HERE / "results.jsonl"
+PAGE = HERE / "RESULTS.md"
+
+_COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
+
+
+class ResultsError(ValueError):
+    """Measurements that cannot be used; the message lists every fault."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """One measurement.
+
+    Attributes:
+      id: what is measured, in a few words joined by dashes; a later line of the same id replaces an earlier one.
+      area: heading under which it stands.
+      what: a sentence: the work, its sizes and dtypes.
+      unit: of `ours` and `baseline`.
+      ours: the figure.
+      machine: what it ran on.
+      date: ISO date.
+      command: what to type to measure it again.
+      baseline: the same work, done the other way in the same run; None where there is none.
+      baseline_name: what the other way is.
+      target: "<= 3" and the like, of ours / baseline where there is a baseline, else of `ours`; None for none.
+      reason: why a target is missed; needed then.
+      ratio: ours / baseline.
+      met: whether the target is; True where there is none.
+    """
+
+    id: str
+    area: str
+    what: str
+    unit: str
+    ours: float
+    machine: str
+    date: str
+    command: str
+    baseline: float | None = None
+    baseline_name: str | None = None
+    target: str | None = None
+    reason: str | None = None
+    ratio: float | None = dataclasses.field(init=False)
+    met: bool = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        faults = [f"{n} is empty" for n in ("id", "area", "what", "unit", "machine", "command") if not getattr(self, n)]
+        numbers = {"ours": self.ours} | ({} if self.baseline is None else {"baseline": self.baseline})
+        faults += [f"{n} is {v!r}, no number" for n, v in numbers.items() if type(v) not in (int, float)]
+        try:
+            datetime.date.fromisoformat(self.date)
+        except (TypeError, ValueError):
+            faults.append(f"date is {self.date!r}, not like 2026-11-30")
+        target = re.fullmatch(r"(<=|>=|==|<|>) (\S+)", self.target or "== 0")
+        if not target:
+            faults.append(f"target is {self.target!r}, not like '<= 3'")
+        if self.baseline is not None and not self.baseline_name:
+            faults.append("a baseline needs baseline_name")
+        if self.baseline == 0:
+            faults.append("baseline is 0, so that there is no ratio")
+        if not faults:
+            ratio = None if self.baseline is None else self.ours / self.baseline
+            met = self.target is None or _COMPARE[target[1]](self.ours if ratio is None else ratio, float(target[2]))
+            object.__setattr__(self, "ratio", ratio)
+            object.__setattr__(self, "met", met)
+            if not met and not self.reason:
+                faults.append(f"misses its target {self.target} and gives no reason")
+        if faults:
+            raise ResultsError(f"result {self.id!r}: " + "; ".join(faults))
+
+
+def this_machine() -> str:
+    """The CPU that this runs on, for `Result.machine`."""
+    try:
+        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
+        model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+        cores = sum(line.startswith("processor") for line in lines)
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+    return f"{model}, {cores} cores"
+
+
+def record(path: pathlib.Path = RESULTS, **fields) -> Result:
+    """Appends one measurement. `machine` and `date` default to this machine and today.
+
+    Args:
+      path: the file.
+      **fields: Result's.
+
+    Raises:
+      ResultsError: a field is missing or wrong.
+    """
+    result = _result({"machine": this_machine(), "date": datetime.date.today().isoformat()} | fields)
+    with open(path, "a") as file:
+        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    return result
+
+
+def _result(fields: dict) -> Result:
+    known = {f.name: f for f in dataclasses.fields(Result)}
+    given = {name: value for name, value in fields.items() if name not in known or known[name].init}
+    try:
+        return Result(**given)
+    except TypeError as e:
+        raise ResultsError(f"result {fields.get('id')!r}: {str(e).removeprefix('Result.__init__() ')}") from e
+
+
+def load(path: pathlib.Path = RESULTS) -> list[Result]:
+    """The newest measurement of each id, in the order in which ids first appear.
+
+    Raises:
+      ResultsError: every line that cannot be used, by number; a line whose `ratio` or `met` is not what its figures
+        give is one of them.
+    """
+    newest, faults = {}, []
+    for number, line in enumerate(path.read_text().splitlines(), 1):
+        if not line.strip():
+            continue
+        try:
+            fields = json.loads(line)
+            if not isinstance(fields, dict):
+                raise ResultsError("not a JSON object")
+            result = _result(fields)
+            for name in ("ratio", "met"):
+                if name in fields and fields[name] != getattr(result, name):
+                    raise ResultsError(f"{name} is {fields[name]}, and its figures give {getattr(result, name)}")
+            newest[result.id] = result
+        except ValueError as e:
+            faults.append(f"line {number}: {e}")
+    if faults:
+        raise ResultsError(f"{path} cannot be used:\n" + "\n".join(f"  - {f}" for f in faults))
+    return list(newest.values())
+
+
+def _figure(x: float | None) -> str:
+    return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:,.1f}" if abs(x) >= 1000 else f"{x:.3g}"
+
+
+def render(results: list[Result]) -> str:
+    """The page: a table for each area, and what misses its target with the reason."""
+    lines = ["# Results", "", "Made by `python -m benchmarks.report` from results.jsonl; measured, never typed.", ""]
+    for area in dict.fromkeys(r.area for r in results):
+        of_area = [r for r in results if r.area == area]
+        lines += [f"## {area}", "", "| what | ours | baseline | ratio | target | met |", "|---|---|---|---|---|---|"]
+        for r in of_area:
+            baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.unit} ({r.baseline_name})"
+            met = "-" if r.target is None else "yes" if r.met else "**no**"
+            cells = (r.what, f"{_figure(r.ours)} {r.unit}", baseline, _figure(r.ratio), r.target or "-", met)
+            lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
+        lines += ["", "Measured:", ""]
+        lines += [f"- {r.id}: {r.date}, {r.machine}, `{r.command}`" for r in of_area]
+        lines.append("")
+    missed = [r for r in results if not r.met]
+    lines += ["## Short of target", ""]
+    lines += [
+        f"- {r.what}: {_figure(r.ours if r.ratio is None else r.ratio)} against {r.target}. {r.reason}" for r in missed
+    ] or ["None."]
+    return "\n".join(lines) + "\n"
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Writes the page; with --check writes nothing and returns 1 where it is out of date. 2 for unusable results."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="only say whether RESULTS.md is up to date")
+    parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
+    parser.add_argument("--page", type=pathlib.Path, default=PAGE)
+    args = parser.parse_args(argv)
+    try:
+        page = render(load(args.results))
+    except (OSError, ResultsError) as e:
+        print(e, file=sys.stderr)
+        return 2
+    if not args.check:
+        args.page.write_text(page)
+        return 0
+    if args.page.exists() and args.page.read_text() == page:
+        return 0
+    print(f"{args.page} is out of date; run: python -m benchmarks.report", file=sys.stderr)
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""RESULTS.md comes from results.jsonl alone: newest wins, misses are told with their reason, wrong lines are named."""
+
+from __future__ import annotations
+
+import json
+import pathlib
+
+import pytest
+
+from benchmarks import report
+
+ROW = dict(
+    id="gemm-1024", area="CPU", what="GEMM, T 1024", unit="ms", ours=12.0, baseline=8.0, baseline_name="plain jnp",
+    target="<= 3", command="python -m benchmarks.cpu", machine="some CPU", date="2026-11-30",
+)  # fmt: skip
+
+
+@pytest.fixture
+def path(tmp_path) -> pathlib.Path:
+    return tmp_path / "results.jsonl"
+
+
+def test_ratio_and_met_follow_from_the_figures(path):
+    result = report.record(path, **ROW)
+    assert (result.ratio, result.met) == (1.5, True)
+    assert json.loads(path.read_text()) == ROW | {"ratio": 1.5, "met": True, "reason": None}
+    assert report.record(path, **ROW | {"target": "< 1.5", "reason": "small tiles"}).met is False
+    alone = report.record(path, **ROW | {"baseline": None, "baseline_name": None, "target": "== 0", "ours": 0})
+    assert (alone.ratio, alone.met) == (None, True)
+
+
+def test_newest_wins_and_keeps_its_place(path):
+    report.record(path, **ROW)
+    report.record(path, **ROW | {"id": "other"})
+    report.record(path, **ROW | {"ours": 16.0})
+    assert [(r.id, r.ours) for r in report.load(path)] == [("gemm-1024", 16.0), ("other", 12.0)]
+
+
+def test_page_lists_each_area_and_every_miss_with_its_reason(path):
+    report.record(path, **ROW)
+    slow = {"id": "decode", "area": "Decode", "what": "16 sequences", "ours": 40.0, "reason": "tiles"}
+    report.record(path, **ROW | slow)
+    page = report.render(report.load(path))
+    assert "| GEMM, T 1024 | 12 ms | 8 ms (plain jnp) | 1.5 | <= 3 | yes |" in page
+    assert "| 16 sequences | 40 ms | 8 ms (plain jnp) | 5 | <= 3 | **no** |" in page
+    assert page.endswith("## Short of target\n\n- 16 sequences: 5 against <= 3. tiles\n")
+    assert "None." in report.render(report.load(path)[:1])
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"target": "about 3"}, "target is 'about 3'"),
+        ({"ours": 40.0}, "misses its target <= 3 and gives no reason"),
+        ({"ours": "fast"}, "ours is 'fast', no number"),
+        ({"date": "yesterday"}, "date is 'yesterday'"),
+        ({"baseline_name": None}, "a baseline needs baseline_name"),
+        ({"baseline": 0}, "baseline is 0"),
+        ({"speed": 3}, "unexpected keyword argument 'speed'"),
+        ({"what": ""}, "what is empty"),
+    ],
+)
+def test_wrong_fields_are_refused_and_nothing_is_written(path, change, message):
+    with pytest.raises(report.ResultsError, match=message):
+        report.record(path, **ROW | change)
+    assert not path.exists()
+
+
+def test_wrong_lines_are_all_named(path):
+    path.write_text("\n".join([json.dumps(ROW), "{", "3", json.dumps(ROW | {"met": False}), json.dumps({"id": "x"})]))
+    with pytest.raises(report.ResultsError) as e:
+        report.load(path)
+    assert [line.split(":")[0] for line in str(e.value).splitlines()[1:]] == [f"  - line {n}" for n in (2, 3, 4, 5)]
+    assert "met is False, and its figures give True" in str(e.value)
+
+
+def test_command_line(path, tmp_path, capsys):
+    page = tmp_path / "RESULTS.md"
+    arguments = ["--results", str(path), "--page", str(page)]
+    assert report.main(arguments) == 2
+    report.record(path, **ROW)
+    assert report.main([*arguments, "--check"]) == 1 and not page.exists()
+    assert report.main(arguments) == 0 and "GEMM" in page.read_text()
+    assert report.main([*arguments, "--check"]) == 0
+    report.record(path, **ROW | {"ours": 9.0})
+    assert report.main([*arguments, "--check"]) == 1
+
+
+@pytest.mark.skipif(not report.RESULTS.exists(), reason="nothing was measured yet")
+def test_the_committed_page_is_up_to_date():
+    assert report.main(["--check"]) == 0
