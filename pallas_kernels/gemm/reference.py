@@ -80,7 +80,8 @@ def gemm(x_TK, value, layer, leaves: int, parallel: str, out_dtype, padded_N: in
 
     whole, rest = divmod(N, width)
     y_PN = jnp.zeros((x_PK.shape[0], padded_N or N), out_dtype)
-    y_PN = lax.fori_loop(0, opaque(whole), columns, y_PN)
+    if whole:
+        y_PN = lax.fori_loop(0, opaque(whole), columns, y_PN)
     if rest:
         y_PN = multiply(whole, jnp.pad(value[N - rest :], ((0, width - rest), (0, 0))), y_PN)
     return y_PN[:T]
