@@ -1,0 +1,126 @@
+"""EngineConfig: sizes of a rollout engine. None of them reaches the bits of a completion."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from isomodel.config import ModelConfig
+from isomodel.rollout.pages import KV_BLOCK
+
+DEFAULT_KV_MEMORY = 2**30
+ON_UPDATE = ("finish", "restart", "continue")
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineConfig:
+    """Sizes and policies.
+
+    Attributes:
+      max_seqs: samples that run at one time.
+      max_model_len: most tokens of a sample, prompt included; None: 2048, or the model's own limit where that is less.
+      page_size: positions of a page; a divisor of 128.
+      num_pages: pages of the KV cache; None: from `kv_memory`.
+      kv_memory: bytes of the KV cache; None: enough for max_seqs samples of max_model_len, and at most 1 GiB (but never
+        less than one such sample).
+      chunk_tokens: prompt rows of a step, at most.
+      decode_steps: steps that the device takes between two looks by the host.
+      prefix_cache: full pages are found again by later requests.
+      prompt_logprobs: requests may ask for prompt log-probabilities (one more program a token bucket).
+      return_logits: completions carry the full fp32 logits row of every sampled token (for gates; large).
+      on_update: what new weights do to samples in flight: "finish" them before, "restart" them from their prompts, or
+        "continue": keep their tokens and recompute their keys and values (each token records its version).
+      seed: from which requests without a seed get theirs.
+      seq_buckets, token_buckets: sizes that steps are padded to; None: by factors of four, up to what can happen.
+    """
+
+    max_seqs: int = 64
+    max_model_len: int | None = None
+    page_size: int = 16
+    num_pages: int | None = None
+    kv_memory: int | None = None
+    chunk_tokens: int = 512
+    decode_steps: int = 8
+    prefix_cache: bool = True
+    prompt_logprobs: bool = True
+    return_logits: bool = False
+    on_update: str = "finish"
+    seed: int = 0
+    seq_buckets: tuple[int, ...] | None = None
+    token_buckets: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        """Raises ValueError listing every field that is out of range."""
+        faults = [
+            f"{field}={getattr(self, field)!r} must be an integer >= 1"
+            for field in ("max_seqs", "chunk_tokens", "decode_steps", "page_size")
+            if not isinstance(getattr(self, field), int) or getattr(self, field) < 1
+        ]
+        if not faults and KV_BLOCK % self.page_size:
+            faults.append(f"page_size={self.page_size} does not divide {KV_BLOCK}; use 1, 2, 4, 8, 16, 32, 64 or 128")
+        for field in ("max_model_len", "num_pages", "kv_memory"):
+            value = getattr(self, field)
+            if value is not None and (not isinstance(value, int) or value < 1):
+                faults.append(f"{field}={value!r} must be None or an integer >= 1")
+        if self.max_model_len == 1:
+            faults.append("max_model_len=1 has no room for a prompt and a token")
+        if self.num_pages is not None and self.kv_memory is not None:
+            faults.append(f"num_pages={self.num_pages} and kv_memory={self.kv_memory} are both given; give one")
+        if self.on_update not in ON_UPDATE:
+            faults.append(f"on_update={self.on_update!r}; choose one of {', '.join(ON_UPDATE)}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            faults.append(f"seed={self.seed!r} must be an integer >= 0")
+        for field in ("seq_buckets", "token_buckets"):
+            value = getattr(self, field)
+            if value is not None and (not value or list(value) != sorted(set(value)) or value[0] < 1):
+                faults.append(f"{field}={value!r} must be None or sizes >= 1 in rising order")
+        if faults:
+            raise ValueError("engine: " + "; ".join(faults))
+
+    def resolve(self, cfg: ModelConfig, kv_dtype: jnp.dtype) -> EngineConfig:
+        """The same with nothing left open for this model: sizes and buckets are numbers, kv_memory is None.
+
+        Raises:
+          ValueError: max_model_len is beyond the model's positions, or the memory holds no page.
+        """
+        max_len = self.max_model_len or min(2048, cfg.max_positions)
+        if max_len > cfg.max_positions:
+            raise ValueError(f"engine: max_model_len={max_len}, but the model has {cfg.max_positions} positions")
+        page_bytes = 2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
+        per_seq = -(-(max_len - 1) // self.page_size)
+        num_pages = self.num_pages
+        if num_pages is None and self.kv_memory is not None:
+            num_pages = self.kv_memory // page_bytes
+            if not num_pages:
+                raise ValueError(f"engine: kv_memory={self.kv_memory} bytes hold no page of {page_bytes} bytes")
+        elif num_pages is None:
+            num_pages = max(per_seq, min(self.max_seqs * per_seq, DEFAULT_KV_MEMORY // page_bytes))
+        most_rows = self.max_seqs + self.chunk_tokens
+        return dataclasses.replace(
+            self,
+            max_model_len=max_len,
+            num_pages=num_pages,
+            kv_memory=None,
+            seq_buckets=_cover(self.seq_buckets or _ladder(16, self.max_seqs), self.max_seqs),
+            token_buckets=_cover(self.token_buckets or _ladder(64, most_rows), most_rows),
+        )
+
+    @property
+    def table_width(self) -> int:
+        """Columns of the page table: whole attention blocks."""
+        return -(-self.max_model_len // KV_BLOCK) * (KV_BLOCK // self.page_size)
+
+
+def _ladder(first: int, last: int) -> tuple[int, ...]:
+    """first, 4 first, 16 first, ... below last, then last."""
+    sizes = []
+    while first < last:
+        sizes.append(first)
+        first *= 4
+    return (*sizes, last)
+
+
+def _cover(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
+    """The buckets up to the first that holds `most`, which is added where none does."""
+    return (*(b for b in buckets if b < most), next((b for b in buckets if b >= most), most))

@@ -1,0 +1,222 @@
+"""The device programs of a rollout: one step of mixed rows, a loop of decode steps, page copies, prompt scoring.
+
+Each is compiled ahead of time for its buckets, and kept for every engine of equal shapes in the process. A compiled
+program refuses other shapes, so nothing can compile later.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from isomodel import model
+from isomodel.batch import NO_SLOT, Batch, KVCache
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.rollout.slots import DEVICE_STOPS
+from isomodel.specs import Params, weight_specs
+from pallas_kernels import logprob, sample
+
+COPY_PAGES = 16
+"""Pages that one copy program moves; more pages take more calls."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Sampling:
+    """How the S rows of a step are sampled.
+
+    Attributes:
+      keys_S2: uint32. inv_temp_S: float32, for log-probabilities. sampler_inv_temp_S: float32, 0 is greedy.
+      top_k_S: int32. top_p_S, min_p_S: float32.
+    """
+
+    keys_S2: jax.Array
+    inv_temp_S: jax.Array
+    sampler_inv_temp_S: jax.Array
+    top_k_S: jax.Array
+    top_p_S: jax.Array
+    min_p_S: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Decoding:
+    """Where S decoding samples stand. Unused entries come last, with room 0 and kv_len 0.
+
+    Attributes:
+      tokens_S: int32, the newest token of each, not run yet.
+      kv_len_S: int32, tokens of each sample, that one included.
+      room_S: int32, tokens that each may still get.
+      stops_SE: int32, token ids that end it; -1 is none.
+      page_table_SP: int32, with pages for every step of the loop.
+      steps: int32 scalar, most steps to take.
+    """
+
+    tokens_S: jax.Array
+    kv_len_S: jax.Array
+    room_S: jax.Array
+    stops_SE: jax.Array
+    page_table_SP: jax.Array
+    steps: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Shapes:
+    """What a program's shapes depend on, besides its buckets."""
+
+    num_pages: int
+    page_size: int
+    table_width: int
+    decode_steps: int
+    return_logits: bool
+
+
+def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
+    """(tokens, log-probability, truncated log-probability, logits) of S final hidden rows."""
+    impl = numerics.impl
+    logits_SV = model.logits(cfg, numerics, params, hidden_SD)
+    tokens_S, truncated_S = sample.sample(
+        logits_SV,
+        sampling.keys_S2,
+        positions_S,
+        sampling.sampler_inv_temp_S,
+        sampling.top_k_S,
+        sampling.top_p_S,
+        sampling.min_p_S,
+        region="sample",
+        impl=impl,
+    )
+    logprob_S = logprob.from_logits(logits_SV, tokens_S, sampling.inv_temp_S, region="logprob", impl=impl)
+    return tokens_S, logprob_S, truncated_S, logits_SV
+
+
+def mixed_step(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, batch: Batch, sampling: Sampling):
+    """Runs the rows of a batch and samples after each sequence's last row.
+
+    Returns (cache, hidden [T, D], tokens [S], log-probabilities [S], truncated ones [S], logits [S, V] or None).
+    """
+    hidden_TD, cache = model.forward(cfg, numerics, params, batch, cache)
+    last_S = jnp.maximum(batch.q_start_S1[1:] - 1, 0)
+    tokens_S, logprob_S, truncated_S, logits_SV = _choose(
+        cfg, numerics, params, hidden_TD[last_S], batch.kv_len_S, sampling
+    )
+    logits_SV = logits_SV[:, : cfg.vocab_size] if shapes.return_logits else None
+    return cache, hidden_TD, tokens_S, logprob_S, truncated_S, logits_SV
+
+
+def decode_loop(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, state: Decoding, sampling: Sampling):
+    """Decodes until every sample has stopped or `state.steps` steps are done.
+
+    A sample that stopped runs on as the same row, writing nothing, so that shapes stay and neighbours do not notice.
+
+    Returns (cache, counts [S], tokens [K, S], log-probabilities [K, S], truncated ones [K, S], logits [K, S, V] or None),
+    K = shapes.decode_steps; a sample's first counts[s] entries are its own.
+    """
+    S = state.tokens_S.shape[0]
+    used_S = state.kv_len_S > 0
+    q_start_S1 = jnp.minimum(jnp.arange(S + 1, dtype=jnp.int32), jnp.sum(used_S, dtype=jnp.int32))
+    empty = jnp.zeros((shapes.decode_steps, S))
+    outputs = [empty.astype(jnp.int32), empty, empty]
+    if shapes.return_logits:
+        outputs.append(jnp.zeros((shapes.decode_steps, S, cfg.vocab_size), jnp.float32))
+
+    def goes_on(carry):
+        k, active_S = carry[0], carry[1]
+        return (k < state.steps) & jnp.any(active_S)
+
+    def step(carry):
+        k, active_S, counts_S, tokens_S, cache, outputs = carry
+        kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S - ~active_S, 0)
+        position_S = jnp.maximum(kv_len_S - 1, 0)
+        page_S = jnp.take_along_axis(state.page_table_SP, (position_S // shapes.page_size)[:, None], axis=1)[:, 0]
+        slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
+        batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
+        hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache)
+        *results, logits_SV = _choose(cfg, numerics, params, hidden_SD, kv_len_S, sampling)
+        if shapes.return_logits:
+            results.append(logits_SV[:, : cfg.vocab_size])
+        outputs = [lax.dynamic_update_index_in_dim(o, r, k, 0) for o, r in zip(outputs, results, strict=True)]
+        counts_S = counts_S + active_S
+        ends_S = jnp.any(results[0][:, None] == state.stops_SE, axis=1) | (counts_S >= state.room_S)
+        goes_S = active_S & ~ends_S
+        return k + 1, goes_S, counts_S, jnp.where(goes_S, results[0], tokens_S), cache, outputs
+
+    active_S = used_S & (state.room_S > 0)
+    carry = (jnp.int32(0), active_S, jnp.zeros(S, jnp.int32), state.tokens_S, cache, outputs)
+    _, _, counts_S, _, cache, outputs = lax.while_loop(goes_on, step, carry)
+    return cache, counts_S, *outputs, *([] if shapes.return_logits else [None])
+
+
+def copy_pages(cache: KVCache, source_C: jax.Array, destination_C: jax.Array) -> KVCache:
+    """Copies whole pages in every layer; a destination beyond the pool is dropped. Sources are read before any write."""
+
+    def copy(x_LNpKd):
+        return x_LNpKd.at[:, destination_C].set(x_LNpKd[:, source_C], mode="drop")
+
+    return KVCache(copy(cache.k_LNpKd), copy(cache.v_LNpKd))
+
+
+def abstract_params(cfg: ModelConfig, numerics: Numerics) -> dict[str, jax.ShapeDtypeStruct]:
+    """Shapes and dtypes of the weights that the programs take."""
+    return {name: jax.ShapeDtypeStruct(spec.shape, numerics.dtype) for name, spec in weight_specs(cfg).items()}
+
+
+def _array(shape, dtype=jnp.int32):
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+def _abstract_cache(cfg, numerics, shapes: Shapes):
+    return jax.eval_shape(lambda: KVCache.zeros(cfg, shapes.num_pages, shapes.page_size, numerics.dtype))
+
+
+def _abstract_sampling(S: int) -> Sampling:
+    f32 = _array((S,), jnp.float32)
+    return Sampling(_array((S, 2), jnp.uint32), f32, f32, _array((S,)), f32, f32)
+
+
+def mixed_arguments(cfg, numerics, shapes: Shapes, T: int, S: int) -> tuple:
+    """Abstract arguments of `mixed_step` for T rows of S sequences."""
+    row = _array((T,))
+    batch = Batch(row, row, row, _array((S + 1,)), _array((S,)), _array((S, shapes.table_width)))
+    return abstract_params(cfg, numerics), _abstract_cache(cfg, numerics, shapes), batch, _abstract_sampling(S)
+
+
+def decode_arguments(cfg, numerics, shapes: Shapes, S: int) -> tuple:
+    """Abstract arguments of `decode_loop` for S samples."""
+    seq = _array((S,))
+    state = Decoding(seq, seq, seq, _array((S, DEVICE_STOPS)), _array((S, shapes.table_width)), _array(()))
+    return abstract_params(cfg, numerics), _abstract_cache(cfg, numerics, shapes), state, _abstract_sampling(S)
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_mixed(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int):
+    """`mixed_step(params, cache, batch, sampling)`, compiled; the cache is donated."""
+    fn = jax.jit(functools.partial(mixed_step, cfg, numerics, shapes), donate_argnums=1)
+    return fn.lower(*mixed_arguments(cfg, numerics, shapes, T, S)).compile()
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_decode(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, S: int):
+    """`decode_loop(params, cache, state, sampling)`, compiled; the cache is donated."""
+    fn = jax.jit(functools.partial(decode_loop, cfg, numerics, shapes), donate_argnums=1)
+    return fn.lower(*decode_arguments(cfg, numerics, shapes, S)).compile()
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_copy(cfg: ModelConfig, numerics: Numerics, shapes: Shapes):
+    """`copy_pages(cache, source, destination)` for COPY_PAGES pages, compiled; the cache is donated."""
+    pages = _array((COPY_PAGES,))
+    return jax.jit(copy_pages, donate_argnums=0).lower(_abstract_cache(cfg, numerics, shapes), pages, pages).compile()
+
+
+@functools.lru_cache(maxsize=256)
+def compiled_score(cfg: ModelConfig, numerics: Numerics, T: int):
+    """`model.logprobs(params, hidden, targets, inv_temp)` of T rows, compiled."""
+    hidden_TD = _array((T, cfg.hidden_size), numerics.dtype)
+    fn = jax.jit(functools.partial(model.logprobs, cfg, numerics))
+    return fn.lower(abstract_params(cfg, numerics), hidden_TD, _array((T,)), _array((T,), jnp.float32)).compile()

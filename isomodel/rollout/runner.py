@@ -1,0 +1,205 @@
+"""Runner: owns the KV cache, turns a plan into arrays, runs the compiled programs, brings results back."""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+
+import jax
+import numpy as np
+
+from isomodel.batch import NO_SLOT, Batch, KVCache
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.rollout import programs
+from isomodel.rollout.engine_config import EngineConfig
+from isomodel.rollout.scheduler import Plan, StepResult
+from isomodel.rollout.slots import SlotTable
+from isomodel.specs import Params
+
+
+class Runner:
+    """Runs plans on the device. `params` may be replaced between steps by arrays of the same shapes and dtypes."""
+
+    def __init__(self, cfg: ModelConfig, numerics: Numerics, params: Params, config: EngineConfig, slots: SlotTable):
+        """`config` is resolved (EngineConfig.resolve).
+
+        Raises:
+          ValueError: a weight is missing, unknown, or of another shape or dtype (all are listed).
+        """
+        self.cfg, self.numerics, self.config, self.slots = cfg, numerics, config, slots
+        self.shapes = programs.Shapes(
+            num_pages=config.num_pages,
+            page_size=config.page_size,
+            table_width=config.table_width,
+            decode_steps=config.decode_steps,
+            return_logits=config.return_logits,
+        )
+        self.params = self.checked(params)
+        self.cache = KVCache.zeros(cfg, config.num_pages, config.page_size, numerics.dtype)
+
+    def checked(self, params: Params) -> Params:
+        """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""
+        wanted = programs.abstract_params(self.cfg, self.numerics)
+        faults = [f"missing {n}" for n in wanted if n not in params] + [f"unknown {n}" for n in params if n not in wanted]
+        faults += [
+            f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {w.dtype} {w.shape}"
+            for n, w in wanted.items()
+            if n in params and (params[n].dtype != w.dtype or tuple(params[n].shape) != w.shape)
+        ]
+        if faults:
+            raise ValueError("engine: weights do not fit the model: " + "; ".join(faults))
+        return dict(params)
+
+    def _programs(self) -> list[tuple[str, Callable]]:
+        """(name, function that compiles it) of everything that a step can need."""
+        c, args = self.config, (self.cfg, self.numerics, self.shapes)
+        todo = [(f"decode {S}", functools.partial(programs.compiled_decode, *args, S)) for S in c.seq_buckets]
+        for T in c.token_buckets:
+            todo += [
+                (f"prefill {T} x {S}", functools.partial(programs.compiled_mixed, *args, T, S))
+                for S in c.seq_buckets
+                if self._can_happen(T, S)
+            ]
+            if c.prompt_logprobs:
+                todo.append((f"score {T}", functools.partial(programs.compiled_score, self.cfg, self.numerics, T)))
+        todo.append(("copy pages", functools.partial(programs.compiled_copy, *args)))
+        return todo
+
+    def _can_happen(self, T: int, S: int) -> bool:
+        """Whether a step can be padded to T rows and S sequences: each sequence has a row, all but the chunks one."""
+        fewest = max((s for s in self.config.seq_buckets if s < S), default=0) + 1
+        return fewest <= T
+
+    def warmup(self, progress: bool | None = None) -> int:
+        """Compiles every program; returns how many. Engines of equal shapes in one process share them.
+
+        `progress` None shows a bar on a terminal only.
+        """
+        todo = self._programs()
+        if progress or (progress is None and sys.stderr.isatty()):
+            from rich.console import Console
+            from rich.progress import track
+
+            todo = track(todo, "compiling", console=Console(stderr=True), transient=True)
+        count = 0
+        for _, build in todo:
+            build()
+            count += 1
+        return count
+
+    def traces(self) -> dict[str, Callable[[], None]]:
+        """{case: function that traces what this engine runs in it}, for `contract.derive`."""
+        args, c = (self.cfg, self.numerics, self.shapes), self.config
+        mixed = functools.partial(programs.mixed_step, *args)
+        loop = functools.partial(programs.decode_loop, *args)
+        T, S = c.token_buckets[-1], c.seq_buckets[-1]
+        return {
+            "prefill": lambda: jax.eval_shape(mixed, *programs.mixed_arguments(*args, T, S)),
+            "decode": lambda: jax.eval_shape(loop, *programs.decode_arguments(*args, S)),
+        }
+
+    def run(self, plan: Plan) -> StepResult:
+        """Copies the plan's pages, runs its rows and samples."""
+        if plan.copies:
+            self._copy(plan.copies)
+        return self._mixed(plan) if plan.chunks else self._decode(plan)
+
+    def _copy(self, copies: list[tuple[int, int]]) -> None:
+        run = programs.compiled_copy(self.cfg, self.numerics, self.shapes)
+        for i in range(0, len(copies), programs.COPY_PAGES):
+            pages = np.full((programs.COPY_PAGES, 2), (0, self.config.num_pages), np.int32)
+            part = copies[i : i + programs.COPY_PAGES]
+            pages[: len(part)] = part
+            self.cache = run(self.cache, pages[:, 0].copy(), pages[:, 1].copy())
+
+    def _sampling(self, slots: np.ndarray, S: int) -> programs.Sampling:
+        t, n = self.slots, len(slots)
+
+        def take(table_M: np.ndarray, fill) -> np.ndarray:
+            out = np.full((S, *table_M.shape[1:]), fill, table_M.dtype)
+            out[:n] = table_M[slots]
+            return out
+
+        return programs.Sampling(
+            take(t.keys_M2, 0),
+            take(t.inv_temp_M, 1),
+            take(t.sampler_inv_temp_M, 0),
+            take(t.top_k_M, 0),
+            take(t.top_p_M, 1),
+            take(t.min_p_M, 0),
+        )
+
+    def _tables(self, slots: np.ndarray, S: int) -> np.ndarray:
+        out = np.zeros((S, self.shapes.table_width), np.int32)
+        out[: len(slots)] = self.slots.page_table_MP[slots]
+        return out
+
+    def _decode(self, plan: Plan) -> StepResult:
+        samples = plan.decode
+        n = len(samples)
+        S = _bucket(self.config.seq_buckets, n)
+        slots = np.array([s.slot for s in samples])
+        tokens_S, kv_len_S, room_S = np.zeros((3, S), np.int32)
+        tokens_S[:n] = [s.tokens[s.count - 1] for s in samples]
+        kv_len_S[:n] = [s.count for s in samples]
+        room_S[:n] = [s.request.limit - s.count for s in samples]
+        stops_SE = np.full((S, self.slots.stops_ME.shape[1]), -1, np.int32)
+        stops_SE[:n] = self.slots.stops_ME[slots]
+        state = programs.Decoding(tokens_S, kv_len_S, room_S, stops_SE, self._tables(slots, S), np.int32(plan.steps))
+        run = programs.compiled_decode(self.cfg, self.numerics, self.shapes, S)
+        self.cache, *out = run(self.params, self.cache, state, self._sampling(slots, S))
+        counts, tokens, logprobs, truncated, logits = jax.device_get(out)
+        return StepResult(counts, tokens, logprobs, truncated, logits)
+
+    def _mixed(self, plan: Plan) -> StepResult:
+        samples, decode, n = plan.samples, plan.decode, len(plan.samples)
+        T, S = _bucket(self.config.token_buckets, plan.rows), _bucket(self.config.seq_buckets, n)
+        size = self.shapes.page_size
+        slots = np.array([s.slot for s in samples])
+        tokens_T, positions_T, seq_T = np.zeros((3, T), np.int32)
+        written_T = np.zeros(T, bool)
+        q_start_S1 = np.full(S + 1, plan.rows, np.int32)
+        kv_len_S = np.zeros(S, np.int32)
+        row = len(decode)
+        tokens_T[:row] = [s.tokens[s.count - 1] for s in decode]
+        positions_T[:row] = [s.count - 1 for s in decode]
+        seq_T[:row] = q_start_S1[:row] = range(row)
+        written_T[:row] = True
+        kv_len_S[:row] = [s.count for s in decode]
+        for i, chunk in enumerate(plan.chunks, row):
+            end, rows = chunk.start + chunk.count, slice(row, row + chunk.count)
+            tokens_T[rows] = chunk.sample.tokens[chunk.start : end]
+            positions_T[rows] = range(chunk.start, end)
+            seq_T[rows] = i
+            written_T[rows] = positions_T[rows] >= chunk.sample.kv_ready
+            q_start_S1[i] = row
+            kv_len_S[i] = end
+            row += chunk.count
+        tables_SP = self._tables(slots, S)
+        slots_T = tables_SP[seq_T, positions_T // size] * size + positions_T % size
+        batch = Batch(tokens_T, positions_T, np.where(written_T, slots_T, np.int32(NO_SLOT)), q_start_S1, kv_len_S, tables_SP)
+        run = programs.compiled_mixed(self.cfg, self.numerics, self.shapes, T, S)
+        self.cache, hidden_TD, *out = run(self.params, self.cache, batch, self._sampling(slots, S))
+        scored = self._score(plan, hidden_TD, T) if any(not c.sample.request.scored for c in plan.chunks) else None
+        (tokens, logprobs, truncated, logits), scored = jax.device_get((out, scored))
+        logits = None if logits is None else logits[None]
+        return StepResult(np.ones(S, np.int32), tokens[None], logprobs[None], truncated[None], logits, scored)
+
+    def _score(self, plan: Plan, hidden_TD: jax.Array, T: int) -> jax.Array:
+        """Log-probability of each chunk row's next prompt token (rows without one score token 0; nobody reads it)."""
+        targets_T, inv_temp_T = np.zeros(T, np.int32), np.ones(T, np.float32)
+        row = len(plan.decode)
+        for chunk in plan.chunks:
+            prompt = chunk.sample.request.prompt
+            following = prompt[chunk.start + 1 : chunk.start + chunk.count + 1]
+            targets_T[row : row + len(following)] = following
+            inv_temp_T[row : row + chunk.count] = chunk.sample.request.params.inv_temp
+            row += chunk.count
+        return programs.compiled_score(self.cfg, self.numerics, T)(self.params, hidden_TD, targets_T, inv_temp_T)
+
+
+def _bucket(sizes: tuple[int, ...], n: int) -> int:
+    """The smallest bucket that holds n."""
+    return next(size for size in sizes if size >= n)

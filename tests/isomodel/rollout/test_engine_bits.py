@@ -1,0 +1,348 @@
+"""A completion's bits depend on its prompt, seed, parameters and weights alone (gates 1, 3, 4, 5, 6, 9 of the design).
+
+Compared: tokens, both log-probabilities and whole logits rows, as bytes. Every test shows that its hazard fired.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from isomodel import model
+from isomodel.batch import NO_SLOT, Batch, KVCache, TrainPages
+from isomodel.numerics import Numerics
+from isomodel.rollout import SamplingParams, pages
+from tests.isomodel.rollout import tiny
+
+SAMPLING = SamplingParams(temperature=0.7, max_tokens=12)
+MIXED = [
+    SamplingParams(seed=1, max_tokens=14, temperature=1.3),
+    SamplingParams(seed=2, max_tokens=9, temperature=0.7, top_p=0.8),
+    SamplingParams(seed=3, max_tokens=11, temperature=0),
+    SamplingParams(seed=4, max_tokens=13, top_k=20, min_p=0.01),
+]
+
+
+def seeded(count: int, **changes) -> list[SamplingParams]:
+    return [dataclasses.replace(MIXED[i % 4], seed=100 + i, **changes) for i in range(count)]
+
+
+@pytest.fixture(scope="module")
+def work():
+    """12 prompts, their sampling parameters, and each one's completion alone. One prompt is longer than a KV block."""
+    prompts = [*tiny.prompts(10), *tiny.prompts(2, seed=1, low=120, high=140)]
+    sampling = seeded(len(prompts))
+    return prompts, sampling, [tiny.alone(p, s) for p, s in zip(prompts, sampling, strict=True)]
+
+
+def one_ulp_more(weights, name: str):
+    """The weights with the largest element of one array moved to the next bfloat16."""
+    w = np.asarray(weights[name]).copy()
+    at = np.unravel_index(np.argmax(np.abs(w.astype(np.float32))), w.shape)
+    w.view(np.uint16)[at] += 1
+    return {**weights, name: jnp.asarray(w)}
+
+
+def test_control_one_ulp_in_one_weight_is_seen(work):
+    prompts, sampling, want = work
+    changed = tiny.engine(one_ulp_more(tiny.params(), "layers.mixer.qkv"))
+    got = changed.generate(prompts, sampling)
+    assert all(tiny.bits(g) != tiny.bits(w) for g, w in zip(got, want, strict=True))
+
+
+def test_alone_and_in_a_batch(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    stats = engine.stats()
+    assert stats.steps < sum(len(c.token_ids) for c in want) / 2, "requests ran side by side"
+    engine.check()
+    assert stats.pages_in_use == 0
+
+
+def test_request_order_and_late_arrivals(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    order = np.random.default_rng(3).permutation(len(prompts))
+    got = {}
+    for count, i in enumerate(order):
+        engine.add_request(prompts[i], sampling[i], f"r{i}")
+        if count % 3 == 0:
+            got |= {c.request_id: c for c in engine.step()}
+    while engine.has_work:
+        got |= {c.request_id: c for c in engine.step()}
+    assert list(got) != [f"r{i}" for i in range(len(prompts))]
+    tiny.assert_same_bits([got[f"r{i}"] for i in range(len(prompts))], want)
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 16, 33])
+def test_prefill_in_chunks_of_any_size(work, chunk):
+    prompts, sampling, want = work
+    engine = tiny.engine(chunk_tokens=chunk)
+    few = slice(6, 12)
+    tiny.assert_same_bits(engine.generate(prompts[few], sampling[few]), want[few])
+    assert engine.stats().steps > sum(map(len, prompts[few])) / (2 * chunk), "prompts were cut"
+
+
+def test_a_prefix_hit_equals_a_cold_cache(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    engine.generate(prompts, SamplingParams(max_tokens=1, temperature=0))
+    before = engine.stats()
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    after = engine.stats()
+    assert after.prefix_hits - before.prefix_hits >= sum(len(p) // 16 for p in prompts) - 2
+    assert after.prefill_rows - before.prefill_rows < sum(map(len, prompts)) / 2
+    cold = tiny.engine(prefix_cache=False)
+    cold.generate(prompts, sampling)
+    assert cold.stats().prefix_hits == 0
+
+
+def test_a_prefix_hit_on_the_whole_prompt():
+    """The last row runs again for its logits and writes nothing: its page is shared."""
+    prompt = tiny.prompts(1, seed=9, low=32, high=32)[0]
+    sampling = dataclasses.replace(SAMPLING, seed=5)
+    engine = tiny.engine()
+    first, second = engine.generate([prompt], sampling), engine.generate([prompt], sampling)
+    assert engine.stats().prefix_hits == 2 and engine.stats().prefill_rows == 33
+    tiny.assert_same_bits(first + second, [tiny.alone(prompt, sampling)] * 2)
+
+
+def test_preempted_and_resumed():
+    prompts = tiny.prompts(8, seed=4, low=40, high=60)
+    sampling = seeded(8, max_tokens=120)
+    want = [tiny.alone(p, s) for p, s in zip(prompts, sampling, strict=True)]
+    for cache in (False, True):
+        engine = tiny.engine(prefix_cache=cache)
+        got = engine.generate(prompts, sampling)
+        assert engine.stats().preemptions > 0
+        tiny.assert_same_bits(got, want)
+        engine.check()
+
+
+def test_a_neighbour_is_aborted(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    names = [engine.add_request(p, s) for p, s in zip(prompts, sampling, strict=True)]
+    got = {}
+    victims = [names[0], names[3], names[10]]
+    for victim in victims:
+        got |= {c.request_id: c for c in engine.step()}
+        assert engine.abort(victim) == 1
+    while engine.has_work:
+        got |= {c.request_id: c for c in engine.step()}
+    for victim in victims:
+        assert got[victim].finish_reason == "abort"
+        n = len(got[victim].token_ids)
+        assert n < len(want[names.index(victim)].token_ids)
+        assert got[victim].logprobs.tobytes() == want[names.index(victim)].logprobs[:n].tobytes()
+    rest = [i for i, name in enumerate(names) if name not in victims]
+    tiny.assert_same_bits([got[names[i]] for i in rest], [want[i] for i in rest])
+    engine.check()
+
+
+@pytest.mark.parametrize("page_size", [32, 128])
+def test_page_size_does_not_reach_the_bits(work, page_size):
+    prompts, sampling, want = work
+    engine = tiny.engine(page_size=page_size, num_pages=1024 // page_size)
+    got = engine.generate(prompts[4:], sampling[4:])
+    tiny.assert_same_bits(got, want[4:])
+    assert engine.config.table_width == 256 // page_size
+
+
+@pytest.mark.parametrize("steps", [1, 16])
+def test_length_of_the_decode_loop_does_not_reach_the_bits(work, steps):
+    prompts, sampling, want = work
+    engine = tiny.engine(decode_steps=steps)
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+
+
+@pytest.mark.parametrize("prompt_len", [33, 48])
+def test_samples_that_share_a_prompt_equal_independent_ones(prompt_len):
+    """Full pages by reference, the partly filled last one (33 = 2 x 16 + 1) by copy."""
+    prompt = tiny.prompts(1, seed=2, low=prompt_len, high=prompt_len)[0]
+    sampling = SamplingParams(seed=11, n=6, max_tokens=20)
+    engine = tiny.engine(prefix_cache=False)
+    got = engine.generate([prompt], sampling)
+    stats = engine.stats()
+    assert stats.shared_pages == 5 * (prompt_len // 16) and stats.copied_pages == (5 if prompt_len % 16 else 0)
+    assert len({c.token_ids.tobytes() for c in got}) == 6
+    apart = tiny.engine(prefix_cache=False)
+    for index, completion in enumerate(got):
+        apart.add_request(prompt, sampling, "apart")
+        request = apart._requests["apart"]
+        for other in [s for s in request.samples if s.index != index]:
+            apart._scheduler.waiting.remove(other)
+        while not (done := apart.step()):
+            pass
+        apart._requests.clear()
+        assert tiny.bits(done[0]) == tiny.bits(completion)
+    assert apart.stats().shared_pages == 0
+
+
+def test_what_lies_in_free_pages_does_not_matter(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    shape, dtype = engine._runner.cache.k_LNpKd.shape, engine._runner.cache.k_LNpKd.dtype
+    all_nan = lambda: KVCache(*(jnp.full(shape, jnp.nan, dtype) for _ in range(2)))  # noqa: E731
+    engine._runner.cache = all_nan()
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    # Control: NaN in pages that are in use is seen.
+    engine.add_request(prompts[5], sampling[5])
+    engine.step()
+    engine._runner.cache = all_nan()
+    (broken,) = _drain(engine)
+    assert tiny.bits(broken) != tiny.bits(want[5])
+
+
+def _drain(engine):
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    return done
+
+
+@pytest.fixture(scope="module")
+def renewed(work):
+    """The completions under the second weights."""
+    prompts, sampling, _ = work
+    return tiny.engine(tiny.params(1)).generate(prompts, sampling)
+
+
+def test_after_new_weights_no_stale_page_is_used(work, renewed, monkeypatch):
+    prompts, sampling, _ = work
+    engine = tiny.engine()
+    engine.generate(prompts, sampling)
+    assert engine.update_weights(tiny.params(1), 7) > 0
+    got = engine.generate(prompts, sampling)
+    tiny.assert_same_bits(got, renewed)
+    assert all((c.versions == 7).all() for c in got)
+    # The version in the key is enough without dropping, and without both a stale page is used.
+    for name_version, equal in ((True, True), (False, False)):
+        with monkeypatch.context() as patch:
+            if not name_version:
+                patch.setattr(pages, "root_key", lambda version: b"no version")
+            engine = tiny.engine()
+            patch.setattr(engine._pool, "drop_cached", lambda: 0)
+            engine.generate(prompts, sampling)
+            engine.update_weights(tiny.params(1), 7)
+            got = engine.generate(prompts, sampling)
+        same = [tiny.bits(g) == tiny.bits(w) for g, w in zip(got, renewed, strict=True)]
+        assert all(same) == equal
+
+
+@pytest.mark.parametrize("policy", ["finish", "restart", "continue"])
+def test_new_weights_with_samples_in_flight(work, renewed, policy):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(p, s, str(i))
+    done = {}
+    for _ in range(4):
+        done |= {c.request_id: c for c in engine.step()}
+    engine.update_weights(tiny.params(1), 3, on_update=policy)
+    engine.check()
+    done |= {c.request_id: c for c in _drain(engine)}
+    kinds = {"old": 0, "new": 0, "both": 0}
+    for i in range(len(prompts)):
+        versions = set(done[str(i)].versions.tolist())
+        if versions == {0}:
+            kinds["old"] += 1
+            assert tiny.bits(done[str(i)]) == tiny.bits(want[i])
+        elif versions == {3}:
+            kinds["new"] += 1
+            assert tiny.bits(done[str(i)]) == tiny.bits(renewed[i])
+        else:
+            kinds["both"] += 1
+            _assert_continued(done[str(i)], want[i], sampling[i])
+    assert kinds["new"] > 0
+    assert (kinds["old"] > 0) == (policy == "finish") and (kinds["both"] > 0) == (policy == "continue")
+
+
+def _assert_continued(got, old, sampling):
+    """Old tokens up to the update; each later one as the new weights score it after exactly this prefix."""
+    n = int((got.versions == 0).sum())
+    assert got.versions.tolist() == sorted(got.versions.tolist()) and n > 0
+    assert got.logprobs[:n].tobytes() == old.logprobs[:n].tobytes()
+    rest = dataclasses.replace(sampling, max_tokens=len(got.token_ids) - n)
+    fresh = tiny.engine(tiny.params(1), prefix_cache=False)
+    (again,) = fresh.generate([np.concatenate([got.prompt_ids, got.token_ids[:n]])], rest)
+    assert again.token_ids.tolist() == got.token_ids[n:].tolist()
+    assert again.logprobs.tobytes() == got.logprobs[n:].tobytes()
+
+
+@functools.cache
+def _trainer(numerics):
+    @jax.jit
+    def score(weights, batch, targets, inv_temp):
+        hidden, _ = model.forward(tiny.CONFIG, numerics, weights, batch, TrainPages(2, 128))
+        return model.logprobs(tiny.CONFIG, numerics, weights, hidden, targets, inv_temp)
+
+    return score
+
+
+def score_as_trainer(weights, completion, numerics=tiny.BF16) -> np.ndarray:
+    """Log-probabilities of the sampled tokens by the training forward."""
+    ids = np.concatenate([completion.prompt_ids, completion.token_ids])
+    T = len(ids) - 1
+    rows = 192
+    pad = lambda x, fill: np.concatenate([x, np.full(rows - T, fill)]).astype(np.int32)  # noqa: E731
+    where = np.arange(T)
+    batch = Batch(
+        *map(jnp.asarray, (pad(ids[:-1], 0), pad(where, 0), pad(where, NO_SLOT))),
+        jnp.array([0, T], jnp.int32),
+        jnp.array([T], jnp.int32),
+        jnp.arange(2, dtype=jnp.int32)[None],
+    )
+
+    inv_temp = jnp.full(rows, completion.inv_temp)
+    scores = _trainer(numerics)(weights, batch, jnp.asarray(pad(ids[1:], 0)), inv_temp)
+    return np.asarray(scores)[len(completion.prompt_ids) - 1 : T]
+
+
+def test_the_trainer_gives_the_same_log_probabilities(work):
+    prompts, sampling, want = work
+    for completion in (want[0], want[5], want[11]):
+        scores = score_as_trainer(tiny.params(), completion)
+        assert scores.tobytes() == completion.logprobs.tobytes()
+        other = score_as_trainer(one_ulp_more(tiny.params(), "layers.mlp.down"), completion)
+        assert other.tobytes() != completion.logprobs.tobytes()
+
+
+def test_prompt_log_probabilities_equal_the_sampled_ones(work):
+    prompts, sampling, want = work
+    picked = [1, 5, 10]
+    rescore = [np.concatenate([prompts[i], want[i].token_ids]) for i in picked]
+    ask = [dataclasses.replace(sampling[i], prompt_logprobs=True, n=2, max_tokens=3) for i in picked]
+    results = []
+    for chunk in (48, 13):
+        engine = tiny.engine(prompt_logprobs=True, chunk_tokens=chunk)
+        engine.generate(rescore, SAMPLING)  # fills the prefix cache, which must not be read for these requests
+        hits = engine.stats().prefix_hits
+        results.append(engine.generate(rescore, ask))
+        assert engine.stats().prefix_hits == hits
+    for got in results:
+        tiny.assert_same_bits(got, results[0])
+        for j, i in enumerate(picked):
+            for completion in got[2 * j : 2 * j + 2]:
+                n = len(want[i].token_ids)
+                assert np.isnan(completion.prompt_logprobs[0]) and np.all(completion.prompt_logprobs[1:] <= 0)
+                assert completion.prompt_logprobs[-n:].tobytes() == want[i].logprobs.tobytes()
+
+
+@pytest.mark.parametrize("mode", ["iso", "native"])
+def test_fp32_compute_and_the_control_that_native_numerics_do_not_keep_bits(work, mode):
+    prompts, sampling, _ = work
+    numerics = Numerics(mode=mode, compute_dtype="float32")
+    together = tiny.engine(numerics=numerics).generate(prompts, sampling)
+    apart = tiny.engine(numerics=numerics, prefix_cache=False)
+    alone = [apart.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)]
+    scores = [score_as_trainer(tiny.params(numerics=numerics), c, numerics) for c in together]
+    differ = sum(tiny.bits(a) != tiny.bits(b) for a, b in zip(together, alone, strict=True))
+    off = sum(s.tobytes() != c.logprobs.tobytes() for s, c in zip(scores, together, strict=True))
+    assert (differ, off) == (0, 0) if mode == "iso" else min(differ, off) > 0

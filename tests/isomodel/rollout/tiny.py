@@ -1,0 +1,87 @@
+"""Tiny random models and engines for the rollout's tests, in few shapes: engines of one shape share their programs."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import numpy as np
+
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.rollout import Completion, Engine, EngineConfig, SamplingParams
+from isomodel.specs import Params, cast_params, init_params
+
+BF16 = Numerics(compute_dtype="bfloat16")
+CONFIG = ModelConfig(
+    family="qwen3",
+    vocab_size=300,
+    hidden_size=64,
+    intermediate_size=128,
+    num_layers=2,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=32,
+    rms_norm_eps=1e-6,
+    rope_theta=1e4,
+    max_positions=512,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+ENGINE = EngineConfig(
+    max_seqs=8,
+    max_model_len=256,
+    num_pages=64,
+    chunk_tokens=48,
+    decode_steps=4,
+    return_logits=True,
+    prompt_logprobs=False,
+    seq_buckets=(8,),
+    token_buckets=(64,),
+)
+
+
+@functools.cache
+def params(seed: int = 0, cfg: ModelConfig = CONFIG, numerics: Numerics = BF16) -> Params:
+    """Random weights, larger than at initialisation: attention and logits are then far from uniform."""
+    masters = {n: w if "norm" in n else w * 8 for n, w in init_params(cfg, seed).items()}
+    return jax.block_until_ready(cast_params(masters, numerics.dtype))
+
+
+def engine(weights: Params | None = None, cfg: ModelConfig = CONFIG, numerics: Numerics = BF16, **changes) -> Engine:
+    """An engine of ENGINE's sizes with `changes`; programs compile when first used."""
+    weights = params(0, cfg, numerics) if weights is None else weights
+    return Engine(cfg, weights, numerics, dataclasses.replace(ENGINE, **changes), warmup=False)
+
+
+def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60, vocab: int = CONFIG.vocab_size) -> list[np.ndarray]:
+    """Random prompts of random lengths."""
+    rng = np.random.default_rng(seed)
+    return [rng.integers(0, vocab, rng.integers(low, high + 1)).astype(np.int32) for _ in range(count)]
+
+
+def bits(completion: Completion) -> bytes:
+    """Everything that a neighbour must not change, as bytes: tokens, both log-probabilities, whole logits rows."""
+    parts = [completion.token_ids, completion.logprobs, completion.truncated_logprobs]
+    if completion.logits is not None:
+        parts.append(completion.logits)
+    if completion.prompt_logprobs is not None:
+        parts.append(completion.prompt_logprobs)
+    return b"".join(x.tobytes() for x in parts)
+
+
+@functools.cache
+def _alone_engine() -> Engine:
+    return engine(prefix_cache=False)
+
+
+def alone(prompt: np.ndarray, sampling: SamplingParams) -> Completion:
+    """The completion of one prompt with nothing beside it and nothing before it."""
+    (completion,) = _alone_engine().generate([prompt], sampling)
+    return completion
+
+
+def assert_same_bits(got: list[Completion], want: list[Completion]) -> None:
+    different = [i for i, (g, w) in enumerate(zip(got, want, strict=True)) if bits(g) != bits(w)]
+    assert not different, f"completions {different} of {len(want)} differ"
