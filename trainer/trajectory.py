@@ -12,6 +12,8 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
+from isomodel.rollout import Completion
+
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
@@ -155,3 +157,18 @@ def split_by_version(token_ids: Sequence[int], logprobs, versions: Sequence[int]
         for a, b in zip(cuts, cuts[1:])
         if b > a
     )
+
+
+def from_completion(completion: Completion) -> Trajectory:
+    """A prompt and one sampled completion of it (isomodel.rollout.Completion).
+
+    Raises:
+      ValueError: it was aborted, is empty, or came without log-probabilities.
+    """
+    name = f"completion {completion.request_id}/{completion.index}"
+    if completion.finish_reason == "abort" or not len(completion.token_ids):
+        raise ValueError(f"{name} ended by {completion.finish_reason!r} with {len(completion.token_ids)} tokens")
+    if completion.logprobs is None:
+        raise ValueError(f"{name} has no log-probabilities; sample with logprobs=True")
+    sampled = split_by_version(completion.token_ids, completion.logprobs, completion.versions, completion.inv_temp)
+    return Trajectory((Segment.context(completion.prompt_ids, sampled[0].weight_version), *sampled))

@@ -1,0 +1,222 @@
+"""TrainStep: forward, backward and optimizer step, compiled ahead for the buckets of a run.
+
+One forward serves three purposes: its activations feed the backward, its log-probabilities the loss, and the same numbers
+the gate, which looks at them before the optimizer runs. Gradients go to the fp32 masters and add up in fp32 over the
+microbatches of a minibatch; the compute copy that trainer and engine read is made once an optimizer step.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+
+from isomodel import model
+from isomodel.batch import Batch
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.specs import Params, cast_params, weight_specs
+from trainer import loss
+from trainer.config import ObjectiveSection, OptimizerSection
+from trainer.optimizer import make_optimizer, schedule
+from trainer.packing import Bucket, MicroBatch, Packed
+
+
+class NonFiniteGradient(RuntimeError):
+    """The gradient has a NaN or an infinity; nothing was updated."""
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that an optimizer step reads and changes.
+
+    Attributes:
+      masters: fp32 weights.
+      optimizer: optax's state, fp32.
+      params: the masters in the compute dtype, one rounding each: what every forward reads, the engine's too.
+    """
+
+    masters: Params
+    optimizer: optax.OptState
+    params: Params
+
+
+class TrainStep:
+    """The compiled programs of a run; holds no weights.
+
+    A minibatch is `zero_gradients`, `accumulate` for each microbatch, then (after the gate) `apply`.
+    """
+
+    def __init__(
+        self,
+        cfg: ModelConfig,
+        numerics: Numerics,
+        objective: ObjectiveSection,
+        optimizer: OptimizerSection,
+        *,
+        remat: bool = False,
+    ):
+        self.cfg, self.numerics, self.objective, self.remat = cfg, numerics, objective, remat
+        self._optimizer = make_optimizer(optimizer, cfg)
+        self._schedule = schedule(optimizer)
+        self._accumulate: dict[Bucket, Callable] = {}
+        self._score: dict[Bucket, Callable] = {}
+        self._init = jax.jit(self._initial)
+        self._zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))
+        self._norm = jax.jit(optax.global_norm)
+        # Old masters, moments and gradients give their memory to the new ones. The old compute copy stays: the engine
+        # reads it until it is given the new one.
+        self._apply = jax.jit(self._updated, donate_argnums=(0, 1, 2))
+
+    def init(self, masters: Params) -> TrainState:
+        """State before the first optimizer step; `masters` in fp32 are copied."""
+        return self._init(masters)
+
+    def _initial(self, masters: Params) -> TrainState:
+        masters = {name: w.astype(jnp.float32) for name, w in masters.items()}
+        return TrainState(masters, self._optimizer.init(masters), cast_params(masters, self.numerics.dtype))
+
+    def restore(self, masters: Params, optimizer: optax.OptState) -> TrainState:
+        """State out of what a checkpoint keeps: the compute copy is made again, by the same rounding."""
+        return TrainState(masters, optimizer, jax.jit(functools.partial(cast_params, dtype=self.numerics.dtype))(masters))
+
+    def abstract_state(self) -> TrainState:
+        """Shapes and dtypes of the state."""
+        return jax.eval_shape(self._initial, self._abstract(jnp.float32))
+
+    def _abstract(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+        return {name: jax.ShapeDtypeStruct(s.shape, dtype) for name, s in weight_specs(self.cfg).items()}
+
+    def zero_gradients(self, state: TrainState) -> Params:
+        """fp32 zeros, to accumulate into."""
+        return self._zeros(state.masters)
+
+    def accumulate(
+        self, state: TrainState, gradients: Params, packed: Packed, ref_logprobs_T: jax.Array | None = None
+    ) -> tuple[Params, jax.Array, loss.Stats]:
+        """Forward and backward of one microbatch.
+
+        Args:
+          gradients: the sum so far; its memory is taken.
+          ref_logprobs_T: the reference's log-probabilities of the rows, when the objective has a KL.
+
+        Returns:
+          (the sum with this microbatch's gradient, the forward's log-probability of each row fp32 [T], statistics).
+        """
+        run = self._program(self._accumulate, packed.bucket, self._lower_accumulate)
+        return run(gradients, state.masters, state.params, packed.micro, ref_logprobs_T)
+
+    def _accumulated(self, bucket: Bucket, gradients, masters, params, micro: MicroBatch, ref_logprobs_T):
+        def objective(masters):
+            logprobs_T = self._logprobs(bucket, params, micro, masters)
+            value, stats = loss.policy_loss(
+                logprobs_T,
+                micro,
+                ratio=self.objective.ratio,
+                clip_low=self.objective.clip_low,
+                clip_high=self.objective.clip_high,
+                kl_coef=self.objective.kl_coef,
+                ref_logprobs_T=ref_logprobs_T,
+            )
+            return value, (logprobs_T, stats)
+
+        new, (logprobs_T, stats) = jax.grad(objective, has_aux=True)(masters)
+        return jax.tree.map(jnp.add, gradients, new), logprobs_T, stats
+
+    def score(self, params: Params, packed: Packed) -> jax.Array:
+        """Log-probability of each row of a microbatch under `params`, fp32 [T]; forward only."""
+        return self._program(self._score, packed.bucket, self._lower_score)(params, packed.micro)
+
+    def _logprobs(self, bucket: Bucket, params: Params, micro: MicroBatch, masters: Params | None = None) -> jax.Array:
+        hidden_TD, _ = model.forward(
+            self.cfg,
+            self.numerics,
+            params,
+            micro.batch,
+            bucket.train_pages,
+            masters=masters,
+            remat=self.remat and masters is not None,
+        )
+        return model.logprobs(
+            self.cfg, self.numerics, params, hidden_TD, micro.targets_T, micro.inv_temp_T, masters=masters
+        )
+
+    def apply(self, state: TrainState, gradients: Params, updates: int) -> tuple[TrainState, dict[str, float]]:
+        """One optimizer step. Takes the memory of the state's masters and optimizer, and of the gradients.
+
+        Args:
+          gradients: of the whole minibatch.
+          updates: optimizer steps made before this one, for the report of the learning rate.
+
+        Returns:
+          (new state, {"grad_norm": before clipping, "lr"}).
+
+        Raises:
+          NonFiniteGradient: nothing was updated, the state is as it was.
+        """
+        grad_norm = float(self._norm(gradients))
+        if not np.isfinite(grad_norm):
+            bad = [name for name, g in gradients.items() if not bool(jnp.isfinite(g).all())]
+            raise NonFiniteGradient(
+                f"the gradient's norm is {grad_norm}; weights with a NaN or an infinity: {', '.join(bad) or 'none (the sum '
+                'of squares overflows)'}. Nothing was updated; a lower learning rate or a KL term may help"
+            )
+        masters, optimizer, params = self._apply(state.masters, state.optimizer, gradients)
+        return TrainState(masters, optimizer, params), {"grad_norm": grad_norm, "lr": float(self._schedule(updates))}
+
+    def _updated(self, masters, optimizer, gradients):
+        changes, optimizer = self._optimizer.update(gradients, optimizer, masters)
+        masters = optax.apply_updates(masters, changes)
+        return masters, optimizer, cast_params(masters, self.numerics.dtype)
+
+    def compile(self, buckets: Sequence[Bucket], *, score: bool, progress: Callable[[str], None] = lambda name: None) -> int:
+        """Compiles forward and backward (and scoring, where asked for) of every bucket; returns how many programs.
+
+        `progress` is called with each program's name before it is compiled.
+        """
+        todo = [("train", self._accumulate, self._lower_accumulate, b) for b in buckets]
+        if score:
+            todo += [("score", self._score, self._lower_score, b) for b in buckets]
+        for name, programs, lower, bucket in todo:
+            progress(f"{name} {bucket.rows} x {bucket.sequences}")
+            self._program(programs, bucket, lower)
+        return len(todo)
+
+    def _program(self, programs: dict[Bucket, Callable], bucket: Bucket, lower: Callable) -> Callable:
+        if bucket not in programs:
+            programs[bucket] = lower(bucket).compile()
+        return programs[bucket]
+
+    def _lower_accumulate(self, bucket: Bucket):
+        run = jax.jit(functools.partial(self._accumulated, bucket), donate_argnums=0)
+        masters = self._abstract(jnp.float32)
+        ref = jax.ShapeDtypeStruct((bucket.rows,), jnp.float32) if self.objective.kl_coef else None
+        return run.lower(masters, masters, self._abstract(self.numerics.dtype), abstract_micro(bucket), ref)
+
+    def _lower_score(self, bucket: Bucket):
+        run = jax.jit(functools.partial(self._logprobs, bucket))
+        return run.lower(self._abstract(self.numerics.dtype), abstract_micro(bucket))
+
+    def traces(self, bucket: Bucket) -> Mapping[str, Callable[[], Any]]:
+        """{case: function that traces what this trainer runs in it}, for `contract.derive`."""
+        return {
+            "remat" if self.remat else "train": lambda: self._lower_accumulate(bucket),
+            "score": lambda: self._lower_score(bucket),
+        }
+
+
+def abstract_micro(bucket: Bucket) -> MicroBatch:
+    """Shapes and dtypes of a microbatch in a bucket."""
+    T, S, P = bucket.rows, bucket.sequences, bucket.pages
+    i32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.int32)
+    f32 = functools.partial(jax.ShapeDtypeStruct, dtype=jnp.float32)
+    batch = Batch(i32((T,)), i32((T,)), i32((T,)), i32((S + 1,)), i32((S,)), i32((S, P)))
+    mask_T = jax.ShapeDtypeStruct((T,), jnp.bool_)
+    return MicroBatch(batch, i32((T,)), mask_T, f32((T,)), f32((T,)), f32((T,)), f32((T,)), i32((T,)))
