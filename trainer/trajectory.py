@@ -74,9 +74,19 @@ class Segment:
 
     @classmethod
     def sampled(cls, token_ids: Iterable[int], logprobs, weight_version: int, inv_temp, *, loss: bool = True) -> Segment:
-        """Tokens that the policy sampled; `loss=False` keeps them (and the gate's look at them) out of training."""
+        """Tokens that the policy sampled; `loss=False` keeps them out of training, and the gate still looks at them.
+
+        Raises:
+          ValueError: a log-probability is missing or not finite.
+        """
         ids = np.asarray(list(token_ids), np.int32)
-        return cls(ids, np.asarray(logprobs, np.float32), np.full(ids.shape, loss, np.bool_), weight_version, inv_temp)
+        mask = np.ones(ids.shape, np.bool_)
+        segment = cls(ids, np.asarray(logprobs, np.float32), mask, weight_version, inv_temp)
+        return segment if loss else segment.without_loss()
+
+    def without_loss(self) -> Segment:
+        """The same tokens, none in the loss."""
+        return dataclasses.replace(self, loss_mask=np.zeros(len(self), np.bool_))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,8 +149,7 @@ class Trajectory:
 
     def without_loss(self) -> Trajectory:
         """The same tokens, none in the loss (an overlong sample that is filtered); the gate still looks at them."""
-        mask_off = lambda s: dataclasses.replace(s, loss_mask=np.zeros(len(s), np.bool_))  # noqa: E731
-        return Trajectory(tuple(mask_off(s) for s in self.segments))
+        return Trajectory(tuple(s.without_loss() for s in self.segments))
 
 
 def split_by_version(token_ids: Sequence[int], logprobs, versions: Sequence[int], inv_temp) -> tuple[Segment, ...]:
