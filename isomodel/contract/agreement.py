@@ -96,11 +96,6 @@ def agree(*contracts: Contract) -> Contract:
 
 
 def _shared(contract: Contract, other: Contract) -> Contract:
-    """`contract` less deployment, with the entries of each region that both have under one name, so that different
-    cases of two programs can be compared (iso: a region has one entry in all of a program's cases)."""
-    entries = {
-        region: {"all cases": next(iter(by_case.values()))}
-        for region, by_case in contract.entries.items()
-        if region in other.entries and contract.numerics["mode"] == "iso"
-    }
+    """`contract` less deployment and the regions that `other` lacks (`check_cases` judges those)."""
+    entries = {region: by_case for region, by_case in contract.entries.items() if region in other.entries}
     return dataclasses.replace(contract, entries=entries, deployment={})

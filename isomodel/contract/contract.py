@@ -19,6 +19,7 @@ from pallas_kernels import environment, registry
 
 FORMAT = 1
 CASES = ("train", "score", "remat", "prefill", "decode")
+ALL_CASES = "all cases"
 FILE = "contract.json"
 """Name of the contract in a run folder."""
 
@@ -65,7 +66,7 @@ class Identities:
 
     Attributes:
       semantic: what is computed: the model's configuration and the meaning of a log-probability.
-      numerical: how: numerics, every region's entry in every case, and the environment.
+      numerical: how: numerics, every region's entry, and the environment.
       deployment: where: mesh and batch sizes. Recorded; need not match.
     """
 
@@ -102,8 +103,20 @@ class Contract:
         return tuple(case for case in CASES if any(case in by_case for by_case in self.entries.values()))
 
     @property
+    def arithmetic(self) -> dict[str, dict[str, Any]]:
+        """{region: its one entry, under "all cases"}; for a region whose cases differ (native), {case: entry}.
+
+        So a contract does not depend on which cases a program happens to run: with or without recomputation, say.
+        """
+        found = {}
+        for region, by_case in self.entries.items():
+            first = next(iter(by_case.values()))
+            found[region] = {ALL_CASES: first} if all(entry == first for entry in by_case.values()) else by_case
+        return found
+
+    @property
     def identities(self) -> Identities:
-        numerical = {"numerics": self.numerics, "entries": self.entries, "environment": self.environment}
+        numerical = {"numerics": self.numerics, "entries": self.arithmetic, "environment": self.environment}
         return Identities(digest(self.semantics), digest(numerical), digest(self.deployment))
 
     def to_json(self) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import dataclasses
 from typing import Any
 
 from isomodel.contract.canonical import readable
-from isomodel.contract.contract import Contract
+from isomodel.contract.contract import ALL_CASES, CASES, Contract
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,12 @@ def _walk(left: Any, right: Any, path: tuple[str, ...]):
 
 def diff(a: Contract, b: Contract) -> list[Difference]:
     """All differences: semantics, then numerics, then the entries in the order in which the forward reaches their
-    regions (a difference that every shared case has is told once, as "all cases"), environment, claims, deployment."""
+    regions, environment, claims, deployment."""
     found = [Difference("semantic", *d) for d in _walk(a.semantics, b.semantics, ())]
     found += [Difference("numerical", *d) for d in _walk(a.numerics, b.numerics, ("numerics",))]
-    for region in a.entries | b.entries:
-        found += _diff_region(region, a.entries.get(region, {}), b.entries.get(region, {}))
+    left, right = a.arithmetic, b.arithmetic
+    for region in left | right:
+        found += _diff_region(region, left.get(region, {}), right.get(region, {}))
     found += [Difference("numerical", *d) for d in _walk(a.environment, b.environment, ("environment",))]
     found += [Difference("claims", *d) for d in _walk(a.claims, b.claims, ("invariant over",))]
     dropped = _walk(a.dropped_on_update, b.dropped_on_update, ("dropped on a weight update",))
@@ -52,11 +53,13 @@ def diff(a: Contract, b: Contract) -> list[Difference]:
 
 
 def _diff_region(region: str, a: dict[str, dict], b: dict[str, dict]) -> list[Difference]:
-    by_case = {case: list(_walk(a.get(case), b.get(case), ())) for case in a | b}
-    lists = list(by_case.values())
-    if len(lists) > 1 and all(each == lists[0] for each in lists):
-        by_case = {"all cases": lists[0]}
-    return [Difference("numerical", (region, case, *d[0]), *d[1:]) for case, found in by_case.items() for d in found]
+    """Differences of one region's entries; one that stands for all cases is compared with each of the other side's."""
+    cases = (a.keys() | b.keys()) - {ALL_CASES} or {ALL_CASES}
+    found = []
+    for case in sorted(cases, key=(ALL_CASES, *CASES).index):
+        left, right = (side.get(case, side.get(ALL_CASES)) for side in (a, b))
+        found += [Difference("numerical", (region, case, *d[0]), *d[1:]) for d in _walk(left, right, ())]
+    return found
 
 
 def render(differences: list[Difference]) -> str:

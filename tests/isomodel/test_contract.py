@@ -192,7 +192,7 @@ def test_control_an_untouched_contract_is_accepted(contract):
 
 def test_one_constant_in_the_code(scored, monkeypatch):
     monkeypatch.setattr(attention_reference, "SPLIT", 1024)
-    refused(scored, derived(cases=("score",)), "numerical", "numerical: attention / score / split: 2048 -> 1024")
+    refused(scored, derived(cases=("score",)), "numerical", "numerical: attention / all cases / split: 2048 -> 1024")
 
 
 def test_one_ulp_in_one_case(contract):
@@ -261,6 +261,16 @@ def test_trainer_and_engine_agree_on_one_identity(contract):
     assert both.identities.numerical == contract.identities.numerical == c.agree(engine, trainer).identities.numerical
     assert both.cases == c.CASES
     assert both.deployment == {"train+score+remat": {"microbatch": 8}, "prefill+decode": {"slots": 16}}
+
+
+def test_which_cases_a_program_runs_is_no_part_of_the_identity(contract):
+    """A run that is resumed with recomputation switched on has the same arithmetic."""
+    remat, train = (derived(cases=(case, "score")) for case in ("remat", "train"))
+    assert remat.cases != train.cases
+    assert remat.identities == train.identities and c.diff(remat, train) == []
+    one_differs = changed(train, "attention", "score", block=64)  # and one case that differs is
+    assert one_differs.identities.numerical != train.identities.numerical
+    assert [d.path for d in c.diff(train, one_differs)] == [("attention", "score", "block")]
 
 
 def test_trainer_and_engine_that_differ_do_not_start(contract):
