@@ -1,0 +1,300 @@
+"""The engine as a user meets it: errors before anything is scheduled, what ends a completion, nothing compiles later."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from isomodel.contract import derive, trace_cases
+from isomodel.rollout import EngineConfig, SamplingParams
+from isomodel.rollout.outputs import Completion
+from tests.isomodel.rollout import tiny
+
+GREEDY = SamplingParams(temperature=0, max_tokens=8)
+
+
+class Letters:
+    """A codec of 300 tokens: token i is a letter and a digit or more, joined without spaces."""
+
+    def encode(self, text):
+        return [ord(c) % 300 for c in text]
+
+    def decode(self, ids):
+        return "".join(f"{chr(97 + i % 26)}{i // 26}" for i in ids)
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return tiny.engine(tokenizer=Letters())
+
+
+@pytest.mark.parametrize(
+    ("prompt", "sampling", "message"),
+    [
+        ([], GREEDY, "is empty"),
+        ([1, 300], GREEDY, "token 1 of the prompt is 300; the vocabulary has 0 to 299"),
+        ([-1], GREEDY, "token 0 of the prompt is -1"),
+        ([0.5], GREEDY, "must be a list of token ids"),
+        ([[1, 2]], GREEDY, "must be a list of token ids"),
+        ([1] * 256, GREEDY, "256 tokens; max_model_len=256 leaves no room"),
+        ([1], SamplingParams(stop_token_ids=(300,)), r"stop_token_ids \[300\] are outside"),
+        ([1], SamplingParams(prompt_logprobs=True), "prompt_logprobs=False"),
+    ],
+    ids=lambda x: str(x)[:20],
+)
+def test_a_bad_request_is_refused_and_others_go_on(engine, prompt, sampling, message):
+    neighbour = tiny.prompts(1)[0]
+    engine.add_request(neighbour, GREEDY, "neighbour")
+    engine.step()
+    with pytest.raises(ValueError, match=message):
+        engine.add_request(prompt, sampling)
+    with pytest.raises(ValueError, match=f"prompt 1: .*{message}"):
+        engine.generate([[1, 2], prompt], [GREEDY, sampling])
+    done = drain(engine)
+    assert [c.request_id for c in done] == ["neighbour"], "nothing of the refused calls was queued"
+    tiny.assert_same_bits(done, [tiny.alone(neighbour, GREEDY)])
+    engine.check()
+
+
+def drain(engine):
+    done = []
+    while engine.has_work:
+        done += engine.step()
+    return done
+
+
+def test_every_bad_prompt_is_named(engine):
+    with pytest.raises(ValueError) as e:
+        engine.generate([[], [1], [999]], GREEDY)
+    assert "prompt 0: " in str(e.value) and "prompt 2: " in str(e.value) and "prompt 1" not in str(e.value)
+    with pytest.raises(ValueError, match="2 prompts and 1 sampling parameters"):
+        engine.generate([[1], [2]], [GREEDY])
+
+
+def test_a_request_larger_than_the_cache_is_refused():
+    engine = tiny.engine(num_pages=4)
+    with pytest.raises(ValueError, match="71 tokens .* need 5 pages of 16, and the KV cache has 4"):
+        engine.add_request([1] * 10, SamplingParams(max_tokens=61))
+    engine.add_request([1] * 10, SamplingParams(max_tokens=55))
+
+
+def test_text_needs_a_tokenizer():
+    bare = tiny.engine()
+    with pytest.raises(ValueError, match="no tokenizer"):
+        bare.add_request("text")
+    with pytest.raises(ValueError, match="stop strings need a tokenizer"):
+        bare.add_request([1], SamplingParams(stop="x"))
+
+
+def test_names(engine):
+    engine.add_request([1], GREEDY, "mine")
+    with pytest.raises(ValueError, match="'mine' is running already"):
+        engine.add_request([2], GREEDY, "mine")
+    assert engine.abort("mine") == 1 and engine.abort("mine") == 0 and engine.abort("nobody") == 0
+    (aborted,) = drain(engine)
+    assert aborted.finish_reason == "abort" and aborted.token_ids.size == 0 and aborted.logprobs.size == 0
+
+
+def test_stop_tokens_and_end_of_sequence(engine):
+    prompt = tiny.prompts(1, seed=3)[0]
+    free = SamplingParams(seed=2, max_tokens=30, temperature=1.3)
+    (whole,) = engine.generate([prompt], free)
+    assert whole.finish_reason == "length" and len(whole.token_ids) == 30
+    stop = int(whole.token_ids[10])
+    first = whole.token_ids.tolist().index(stop)
+    (cut,) = engine.generate([prompt], dataclasses.replace(free, stop_token_ids=(stop,)))
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids.tolist() == whole.token_ids[: first + 1].tolist(), "the stop token itself is kept"
+    assert cut.logprobs.tobytes() == whole.logprobs[: first + 1].tobytes()
+    assert cut.text == Letters().decode(whole.token_ids[:first])
+    eos = tiny.engine(cfg=dataclasses.replace(tiny.CONFIG, eos_token_ids=(299, stop)))
+    (ended,) = eos.generate([prompt], free)
+    assert ended.token_ids.tolist() == cut.token_ids.tolist()
+    (ignored,) = eos.generate([prompt], dataclasses.replace(free, ignore_eos=True))
+    assert ignored.token_ids.tolist() == whole.token_ids.tolist()
+
+
+def test_more_stop_tokens_than_the_device_looks_at(engine):
+    prompt = tiny.prompts(1, seed=3)[0]
+    free = SamplingParams(seed=2, max_tokens=30, temperature=1.3)
+    (whole,) = engine.generate([prompt], free)
+    absent = sorted(set(range(300)) - set(whole.token_ids.tolist()))
+    stop = max(whole.token_ids.tolist())
+    stops = (*[t for t in absent if t < stop][:20], stop)
+    assert len(stops) == 21
+    (cut,) = engine.generate([prompt], dataclasses.replace(free, stop_token_ids=stops))
+    assert cut.token_ids.tolist() == whole.token_ids[: whole.token_ids.tolist().index(stop) + 1].tolist()
+
+
+def test_stop_strings(engine):
+    prompt = tiny.prompts(1, seed=3)[0]
+    free = SamplingParams(seed=2, max_tokens=30, temperature=1.3)
+    (whole,) = engine.generate([prompt], free)
+    stop = Letters().decode(whole.token_ids[9:11])[1:3]  # the end of one token and the beginning of the next
+    ends = next(n for n in range(1, 31) if stop in Letters().decode(whole.token_ids[:n]))
+    (cut,) = engine.generate([prompt], dataclasses.replace(free, stop=("never", stop)))
+    assert (cut.finish_reason, cut.stop_reason) == ("stop", stop)
+    assert cut.token_ids.tolist() == whole.token_ids[:ends].tolist()
+    assert cut.text == whole.text[: whole.text.index(stop)]
+
+
+def test_max_model_len_ends_a_completion(engine):
+    long = tiny.prompts(1, low=250, high=250)[0]
+    (c,) = engine.generate([long], SamplingParams(max_tokens=100))
+    assert c.finish_reason == "length" and len(c.token_ids) == 6
+    (c,) = engine.generate([long[:100]])
+    assert len(c.token_ids) == 156, "max_tokens None means up to max_model_len"
+    (c,) = engine.generate([np.append(long, long[:5])])
+    assert len(c.token_ids) == 1
+
+
+def test_what_a_completion_holds(engine):
+    (c, d) = engine.generate(["abc"], SamplingParams(n=2, seed=9, temperature=0.7, max_tokens=5))
+    assert (c.index, d.index) == (0, 1) and c.request_id == d.request_id and c.seed == 9
+    assert c.prompt_ids.tolist() == [97, 98, 99] and c.text == Letters().decode(c.token_ids)
+    assert c.token_ids.dtype == c.versions.dtype == np.int32 and c.logprobs.dtype == np.float32
+    assert len(c.token_ids) == len(c.logprobs) == len(c.truncated_logprobs) == len(c.versions) == len(c.logits) == 5
+    assert c.inv_temp == np.float32(1) / np.float32(0.7) and isinstance(c.inv_temp, np.float32)
+    as_json = c.to_json()
+    assert np.float32(as_json["logprobs"]).tobytes() == c.logprobs.tobytes() and "logits" not in as_json
+    (quiet,) = engine.generate([[1]], SamplingParams(logprobs=False, max_tokens=2))
+    assert quiet.logprobs is None and quiet.truncated_logprobs is None and "logprobs" not in quiet.to_json()
+
+
+def test_requests_beside_generate_are_returned_by_the_next_step(engine):
+    engine.add_request([5, 6, 7], dataclasses.replace(GREEDY, max_tokens=2), "beside")
+    (mine,) = engine.generate([[1, 2]], GREEDY)
+    assert mine.request_id != "beside"
+    assert [c.request_id for c in drain(engine)] == ["beside"]
+
+
+def test_an_interrupted_generate_leaves_the_engine_usable(engine):
+    prompts = tiny.prompts(12)
+    runner, calls = engine._runner.run, []
+
+    def interrupted(plan):
+        calls.append(plan)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return runner(plan)
+
+    engine._runner.run = interrupted
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            engine.generate(prompts, GREEDY)
+    finally:
+        del engine._runner.run
+    engine.check()
+    assert not engine.has_work and engine.stats().pages_in_use == 0
+    tiny.assert_same_bits(engine.generate(prompts[:1], GREEDY), [tiny.alone(prompts[0], GREEDY)])
+
+
+def test_weights_that_do_not_fit_change_nothing(engine):
+    weights = tiny.params(1)
+    wrong = {**weights, "embed": weights["embed"][:, :32], "extra": weights["embed"]}
+    del wrong["final_norm"]
+    with pytest.raises(ValueError) as e:
+        engine.update_weights(wrong, 1)
+    assert all(part in str(e.value) for part in ("missing final_norm", "unknown extra", "embed is bfloat16 (300, 32)"))
+    with pytest.raises(ValueError, match="version=0 must be above the present version 0"):
+        engine.update_weights(weights, 0)
+    with pytest.raises(ValueError, match="on_update='later'"):
+        engine.update_weights(weights, 1, on_update="later")
+    assert engine.version == 0
+    tiny.assert_same_bits(engine.generate([[1, 2]], GREEDY), [tiny.alone(np.array([1, 2]), GREEDY)])
+
+
+@contextlib.contextmanager
+def counting_compilations():
+    """A list that grows by one with every XLA compilation."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def test_nothing_compiles_after_the_start():
+    # A pool size that no other test has: its programs are not compiled yet.
+    engine = tiny.engine(num_pages=61, seq_buckets=(2, 8), prompt_logprobs=True)
+    with counting_compilations() as compiled:
+        assert engine.warmup() == len(compiled) == 6
+        del compiled[:]
+        prompts = tiny.prompts(9)
+        sampling = tiny.seeded(9, n=3)
+        engine.generate(prompts, [dataclasses.replace(s, prompt_logprobs=i % 2 == 0) for i, s in enumerate(sampling)])
+        engine.generate(prompts[:1], sampling[0])
+        for p, s in zip(prompts, sampling, strict=True):
+            engine.add_request(p, s)
+        engine.step()
+        engine.abort("0")
+        engine.update_weights(tiny.params(1), 1, on_update="continue")
+        drain(engine)
+        stats = engine.stats()
+        assert stats.prefix_hits and stats.copied_pages and stats.dropped
+        assert compiled == []
+        tiny.engine(num_pages=60, return_logits=False).generate([[1]], GREEDY)
+        assert len(compiled) >= 2, "control: an engine that was not warmed up compiles, and the counter sees it"
+
+
+def test_stats_add_up():
+    engine = tiny.engine()
+    completions = engine.generate(tiny.prompts(5), SamplingParams(n=2, max_tokens=9))
+    stats = engine.stats()
+    assert stats.requests == 5 and stats.completions == 10
+    assert stats.generated_tokens == sum(len(c.token_ids) for c in completions) == 90
+    assert stats.decode_rows == 80, "the first token of each comes from a row of its prompt"
+    assert stats.prefill_rows + stats.reused_tokens == 2 * sum(len(p) for p in tiny.prompts(5))
+    assert stats.tokens_per_s > 0 and 0 < stats.busy_s and stats.pages_in_use == 0 and stats.pages == 64
+
+
+def test_the_contract_of_an_engine_is_that_of_the_model():
+    engine = tiny.engine()
+    mine = derive(tiny.CONFIG, tiny.BF16, engine.traces())
+    whole = derive(tiny.CONFIG, tiny.BF16, trace_cases(tiny.CONFIG, tiny.BF16))
+    for case in ("prefill", "decode"):
+        shared = [region for region in mine.entries if case in whole.entries[region]]
+        assert len(shared) >= 10
+        assert all(mine.entries[region][case] == whole.entries[region][case] for region in shared)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        (dict(page_size=24), "page_size=24 does not divide 128"),
+        (dict(max_seqs=0, chunk_tokens=0), "max_seqs=0 .*; chunk_tokens=0 "),
+        (dict(num_pages=3, kv_memory=9), "both given"),
+        (dict(on_update="later"), "on_update='later'; choose one of finish, restart, continue"),
+        (dict(seq_buckets=(4, 2)), "seq_buckets=.* rising order"),
+        (dict(max_model_len=1), "no room"),
+        (dict(max_model_len=513), "the model has 512 positions"),
+        (dict(kv_memory=100), "hold no page of 4096 bytes|hold no page of"),
+    ],
+    ids=str,
+)
+def test_engine_config_faults(changes, message):
+    with pytest.raises(ValueError, match=message):
+        EngineConfig(**changes).resolve(tiny.CONFIG, tiny.BF16.dtype)
+
+
+def test_default_sizes_follow_the_model():
+    config = EngineConfig().resolve(tiny.CONFIG, tiny.BF16.dtype)
+    assert config.max_model_len == 512 and config.num_pages == 64 * 32 and config.table_width == 32
+    assert config.seq_buckets == (16, 64) and config.token_buckets == (64, 256, 576)
+    page_bytes = 2 * 2 * 16 * 2 * 32 * 2
+    assert EngineConfig(kv_memory=10 * page_bytes + 1).resolve(tiny.CONFIG, tiny.BF16.dtype).num_pages == 10
+
+
+def test_completions_compare_by_identity():
+    c = Completion("0", 0, *(np.zeros(1),) * 4, np.zeros(1), np.float32(1), "stop", None, 0)
+    assert c == c and c != dataclasses.replace(c)
