@@ -46,15 +46,19 @@ def build(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     kind, pre = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
     if kind != "gpt2" or pre not in PRE_TOKENIZERS:
         supported = ", ".join(f"gpt2/{name}" for name in PRE_TOKENIZERS)
-        fault = f"its tokenizer is {kind}/{pre}; supported: {supported}; name a folder with the model's tokenizer instead"
-        raise GGUFError(source, [fault])
+        fault = f"its tokenizer is {kind}/{pre}; supported: {supported}"
+        raise GGUFError(source, [fault + "; name a folder with the model's tokenizer instead"])
     tokens, kinds = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    vocab = {token: i for i, token in enumerate(tokens) if kinds[i] != gguf.TokenType.UNUSED}
-    faults = [] if len(kinds) == len(tokens) == len(set(tokens)) else ["its token table has doubles, or no kind for some"]
-    faults += [f"merge {' '.join(m)!r} is not of two known tokens" for m in merges if len(m) != 2 or "".join(m) not in vocab]
+    vocab = {token: i for i, (token, k) in enumerate(zip(tokens, kinds)) if k != gguf.TokenType.UNUSED}
+    faults = []
+    if not len(kinds) == len(tokens) == len(set(tokens)):
+        faults.append("its token table names a token twice, or has no kind for some")
+    wrong = [" ".join(merge) for merge in merges if len(merge) != 2 or "".join(merge) not in vocab]
+    if wrong:
+        faults.append(f"{len(wrong)} merges are not of two tokens that make a third; the first is {wrong[0]!r}")
     if faults:
-        raise GGUFError(source, faults[:10])
+        raise GGUFError(source, faults)
     tokenizer = Tokenizer(models.BPE(vocab, merges, ignore_merges=pre == "llama-bpe"))
     tokenizer.normalizer = normalizers.NFC() if pre == "qwen2" else None
     tokenizer.pre_tokenizer = PRE_TOKENIZERS[pre]()

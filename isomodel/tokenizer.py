@@ -92,14 +92,17 @@ class Tokenizer:
           TokenizerError: the folder has no template, or the template refuses the messages.
         """
         if not self.has_chat_template:
-            raise TokenizerError(f"{self.folder} has no chat template; give plain prompts, or add a chat_template.jinja")
+            raise TokenizerError(f"{self.folder} has no chat template; give plain prompts, or add chat_template.jinja")
         malformed = [i for i, m in enumerate(messages) if not isinstance(m, Mapping) or "role" not in m]
         if malformed or not messages:
             where = f"message {malformed[0]} has none" if malformed else "there are no messages"
             raise TokenizerError(f"a chat is a list of messages with a role each; {where}")
         try:
             return self.hf.apply_chat_template(
-                [dict(m) for m in messages], tokenize=False, add_generation_prompt=add_generation_prompt, **template_args
+                [dict(message) for message in messages],
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **template_args,
             )
         except ImportError:
             raise

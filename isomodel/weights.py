@@ -118,8 +118,8 @@ def load(
       shardings: placement of each weight (sharding.weight_shardings); None is the default device.
 
     Raises:
-      WeightsError: missing or damaged files; else missing, extra, wrongly shaped or typed tensors; else NaN or infinity.
-        Each lists all its faults at once; nothing is returned.
+      WeightsError: missing or damaged files; else missing, extra, wrongly shaped or typed tensors; else NaN or
+        infinity. Each lists all its faults at once; nothing is returned.
       ConfigError: the folder's config.json cannot be used.
     """
     folder = Path(folder)
