@@ -8,12 +8,13 @@ TEST_WORKERS ?= 2
 # The tests of the demo's own machine: no GPU is looked for.
 CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help env demo test lock clean
+.PHONY: help env demo test lint lock clean
 
 help:
 	@echo "make demo    train a tiny model by GRPO on this CPU, plot it, compare with native numerics (under 5 minutes)"
 	@echo "make test    all tests that need no GPU (under 15 minutes on 2 cores)"
 	@echo "make env     only the environment, in $(VENV)"
+	@echo "make lint    unused names, import order and the like, by ruff"
 	@echo "make lock    resolve the dependencies anew and rewrite constraints.txt"
 	@echo "make clean   remove the environment, caches and build folders"
 
@@ -28,7 +29,10 @@ test: env
 	$(CPU) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu and not timing"
 	$(CPU) $(BIN)/python -m pytest -q -m "timing and not gpu"
 
-lock:
+lint: env
+	$(BIN)/ruff check .
+
+lock: env
 	sh scripts/lock.sh
 
 clean:

@@ -31,6 +31,8 @@ find_python() {
         return
     fi
     without_venv=
+    IFS='
+'
     for python in $(candidates); do
         fits "$python" || continue
         if "$python" -c 'import ensurepip, venv' >/dev/null 2>&1; then echo "$python"; return; fi

@@ -4,7 +4,7 @@ set -eu
 cd "$(dirname "$0")/.."
 folder=$(mktemp -d)
 trap 'rm -rf "$folder"' EXIT
-"${PYTHON:-python3.12}" -m venv "$folder/venv"
+"${PYTHON:-${VENV:-.venv}/bin/python}" -m venv "$folder/venv"
 "$folder/venv/bin/python" -m pip install -q -e '.[dev]'
 {
     sed -n '/^#/p' constraints.txt
