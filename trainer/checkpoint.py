@@ -88,8 +88,8 @@ class CheckpointStore:
                 _write_arrays(temporary / STATE, state)
                 (temporary / FACTS).write_text(json.dumps(dict(facts) | {"step": step}, indent=1))
                 contract.save(temporary / contracts.FILE)
-                manifest = _manifest(temporary)
-                commit = {"format": FORMAT, "step": step, "digest": _digest(manifest), "files": manifest}
+                listed = {"files": _manifest(temporary), "arrays": _arrays(state)}
+                commit = {"format": FORMAT, "step": step, "digest": _digest(listed)} | listed
                 (temporary / COMMIT).write_text(json.dumps(commit, indent=1))
         except OSError as e:
             kept = ", ".join(map(str, self.steps())) or "none"
@@ -136,21 +136,20 @@ def load_arrays(checkpoint: Checkpoint, abstract: Any) -> Any:
     Raises:
       CheckpointError: they are not of that structure, shape or dtype.
     """
+    stored, wanted = json.loads((checkpoint.path / COMMIT).read_text())["arrays"], _arrays(abstract)
+    faults = [
+        f"{name} is {stored.get(name, 'missing')}, expected {wanted.get(name, 'none')}"
+        for name in stored | wanted
+        if stored.get(name) != wanted.get(name)
+    ]
+    if faults:
+        raise CheckpointError(
+            f"{checkpoint.path} does not hold the state of this model and optimizer:\n  " + "\n  ".join(faults)
+        )
     sharding = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), abstract)
-    try:
-        with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
-            state = checkpointer.restore(checkpoint.path / STATE, args=ocp.args.StandardRestore(target))
-    except (ValueError, KeyError, OSError) as e:
-        raise CheckpointError(f"{checkpoint.path} does not hold the state of this model and optimizer: {e}") from e
-    wrong = [
-        f"{jax.tree_util.keystr(path)}: {got.dtype}{list(got.shape)}, expected {want.dtype}{list(want.shape)}"
-        for (path, got), want in zip(jax.tree_util.tree_leaves_with_path(state), jax.tree.leaves(abstract), strict=True)
-        if got.shape != want.shape or got.dtype != want.dtype
-    ]
-    if wrong:
-        raise CheckpointError(f"{checkpoint.path} does not fit: " + "; ".join(wrong))
-    return state
+    with ocp.Checkpointer(ocp.StandardCheckpointHandler()) as checkpointer:
+        return checkpointer.restore(checkpoint.path / STATE, args=ocp.args.StandardRestore(target))
 
 
 def fault(path: pathlib.Path) -> str | None:
@@ -158,7 +157,7 @@ def fault(path: pathlib.Path) -> str | None:
     try:
         commit = json.loads((path / COMMIT).read_text())
         files = commit["files"]
-        if commit["format"] != FORMAT or commit["digest"] != _digest(files):
+        if commit["format"] != FORMAT or commit["digest"] != _digest({"files": files, "arrays": commit["arrays"]}):
             return "its COMMIT is of another format, or was changed"
     except FileNotFoundError:
         return "it has no COMMIT: the writer did not finish"
@@ -194,8 +193,14 @@ def _manifest(folder: pathlib.Path) -> dict[str, dict[str, Any]]:
     }
 
 
-def _digest(manifest: Mapping) -> str:
-    return hashlib.sha256(json.dumps(manifest, sort_keys=True).encode()).hexdigest()
+def _arrays(state: Any) -> dict[str, str]:
+    """{path in the tree: dtype and shape} of every leaf."""
+    leaves = jax.tree_util.tree_leaves_with_path(state)
+    return {jax.tree_util.keystr(path): f"{x.dtype}{list(x.shape)}" for path, x in leaves}
+
+
+def _digest(listed: Mapping) -> str:
+    return hashlib.sha256(json.dumps(listed, sort_keys=True).encode()).hexdigest()
 
 
 def _sha256(file: pathlib.Path) -> str:
