@@ -11,7 +11,7 @@ import numpy as np
 
 ROOT = pathlib.Path(__file__).parent / "golden"
 TINY = sorted(path.parent.name for path in ROOT.glob("*/golden.npz"))
-"""Names of the tiny models; ROOT / name is a Hugging Face folder. The name ends with the dtype of the file's weights."""
+"""Names of the tiny models; ROOT / name is a Hugging Face folder. A name ends with the dtype of the file's weights."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,8 +46,11 @@ def sequences(name: str) -> list[Sequence]:
 
 
 def smollm2_chats() -> list[dict]:
-    """8 chats: `messages`, `rendered` text, `prompt` ids, 32 `greedy` tokens of a forward in fp32 (an end of turn does not
-    stop them), their `text`, and `smallest_margin`: the least lead of a greedy token's logit over the next one's."""
+    """8 chats, each with its greedy continuation in fp32.
+
+    Keys: `messages`, `rendered` text, `prompt` ids, 32 `greedy` ids (an end of turn does not stop them), their `text`,
+    and `smallest_margin`, the least lead of a greedy token's logit over the next one's.
+    """
     return json.loads((ROOT / "smollm2.json").read_text(encoding="utf-8"))
 
 

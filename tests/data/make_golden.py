@@ -1,7 +1,7 @@
 """Makes the golden files beside it: what Hugging Face transformers computes with tiny random models and with SmolLM2.
 
     python tests/data/make_golden.py                         the tiny models
-    python tests/data/make_golden.py --smollm2 FOLDER        SmolLM2, from the folder that `isomodel fetch smollm2` prints
+    python tests/data/make_golden.py --smollm2 FOLDER        SmolLM2, from the folder `isomodel fetch smollm2` prints
 
 Needs torch and transformers (golden/versions.json says which were used), nothing of ours: the files are another
 implementation's word, and CPU only. tests/data/golden.py reads them.
@@ -23,30 +23,38 @@ OUT = pathlib.Path(__file__).parent / "golden"
 # Every model: GQA ratio H / K, head_dim (d) that is not D / H unless said, lengths around and past one 128-token block.
 TINY = {
     "qwen3_gqa1_tied_fp32": dict(
-        family="qwen3", dtype="float32", V=128, D=32, F=96, L=2, H=2, K=2, d=32, theta=1e6, tied=True, lengths=(5, 140)
+        family="qwen3", dtype="float32", V=128, D=32, F=96, L=2, H=2, K=2, d=32, theta=1e6, tied=True,
+        lengths=(5, 140),
     ),
     "qwen3_gqa2_untied_bf16": dict(
-        family="qwen3", dtype="bfloat16", V=160, D=48, F=128, L=2, H=4, K=2, d=32, theta=1e6, tied=False, lengths=(1, 129)
+        family="qwen3", dtype="bfloat16", V=160, D=48, F=128, L=2, H=4, K=2, d=32, theta=1e6, tied=False,
+        lengths=(1, 129),
     ),
     "qwen3_gqa4_tied_bf16": dict(
-        family="qwen3", dtype="bfloat16", V=200, D=64, F=64, L=2, H=8, K=2, d=16, theta=5e5, tied=True, lengths=(17, 270)
+        family="qwen3", dtype="bfloat16", V=200, D=64, F=64, L=2, H=8, K=2, d=16, theta=5e5, tied=True,
+        lengths=(17, 270),
     ),
     "qwen3_gqa8_untied_fp32": dict(
-        family="qwen3", dtype="float32", V=96, D=32, F=64, L=2, H=8, K=1, d=16, theta=3e4, tied=False, lengths=(128, 33)
+        family="qwen3", dtype="float32", V=96, D=32, F=64, L=2, H=8, K=1, d=16, theta=3e4, tied=False,
+        lengths=(128, 33),
     ),
     # F = 512 is eight leaves of the down projection's tree.
     "llama_gqa1_untied_bf16": dict(
-        family="llama", dtype="bfloat16", V=130, D=24, F=512, L=2, H=3, K=3, d=32, theta=1e5, tied=False, lengths=(8, 150)
+        family="llama", dtype="bfloat16", V=130, D=24, F=512, L=2, H=3, K=3, d=32, theta=1e5, tied=False,
+        lengths=(8, 150),
     ),
     "llama_gqa2_tied_fp32": dict(
-        family="llama", dtype="float32", V=128, D=32, F=64, L=2, H=4, K=2, d=16, theta=5e5, tied=True, lengths=(3, 127, 64)
+        family="llama", dtype="float32", V=128, D=32, F=64, L=2, H=4, K=2, d=16, theta=5e5, tied=True,
+        lengths=(3, 127, 64),
     ),
     "llama_gqa4_untied_fp32": dict(
-        family="llama", dtype="float32", V=100, D=40, F=64, L=2, H=4, K=1, d=16, theta=2e4, tied=False, lengths=(260, 2)
+        family="llama", dtype="float32", V=100, D=40, F=64, L=2, H=4, K=1, d=16, theta=2e4, tied=False,
+        lengths=(260, 2),
     ),
     # Written as old files are: rope_theta on top, no head_dim (D / H).
     "llama_gqa8_tied_bf16": dict(
-        family="llama", dtype="bfloat16", V=160, D=128, F=64, L=1, H=8, K=1, d=16, theta=1e4, tied=True, lengths=(30, 131)
+        family="llama", dtype="bfloat16", V=160, D=128, F=64, L=1, H=8, K=1, d=16, theta=1e4, tied=True,
+        lengths=(30, 131),
     ),
 }
 PROMPTS = [
@@ -91,7 +99,7 @@ def randomise(model, generator: torch.Generator) -> None:
         if weight.ndim == 1:
             value = 0.5 + torch.rand(weight.shape, generator=generator)
         else:
-            scale = 1.0 if "embed" in name else 1.5 / weight.shape[1] ** 0.5
+            scale = 0.3 if "embed" in name else 1.5 / weight.shape[1] ** 0.5
             value = torch.randn(weight.shape, generator=generator) * scale
         with torch.no_grad():
             weight.copy_(value.to(weight.dtype))
@@ -116,7 +124,9 @@ def make_tiny(name: str, p: dict, seed: int) -> None:
     (folder / "model.safetensors").chmod(0o644)
     if name == "llama_gqa8_tied_bf16":
         write_as_transformers_4(folder / "config.json")
-    reference = {dtype: cls.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval() for dtype in DTYPES}
+    reference = {
+        dtype: cls.from_pretrained(folder, dtype=dtype, attn_implementation="eager").eval() for dtype in DTYPES
+    }
     arrays = {}
     for i, length in enumerate(p["lengths"]):
         ids = torch.randint(0, p["V"], (1, length), generator=generator)
