@@ -16,6 +16,7 @@ import pathlib
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 
 import jax
@@ -254,24 +255,28 @@ def _cpu_facts() -> dict:
     }
 
 
+def _ptxas_version() -> str:
+    """Last line of `ptxas --version` of the one that XLA finds: of CUDA's Python packages, else on PATH."""
+    bundled = pathlib.Path(str(cuda_path), "bin", "ptxas")  # cuda_path is the text "None" where there are no packages
+    ptxas = bundled if bundled.is_file() else shutil.which("ptxas")
+    if not ptxas:
+        return "not found"
+    done = subprocess.run([ptxas, "--version"], capture_output=True, text=True, timeout=60)
+    return (done.stdout.strip().splitlines() or [f"{ptxas} fails with exit code {done.returncode}"])[-1]
+
+
 def _gpu_facts(device: jax.Device) -> dict:
     plugins = {}
     for distribution in importlib.metadata.distributions():
         name = distribution.metadata["Name"] or ""
         if re.fullmatch(r"jax[-_]cuda\d+[-_](plugin|pjrt)", name):
             plugins[name.replace("_", "-")] = distribution.version
-    ptxas = pathlib.Path(str(cuda_path)) / "bin" / "ptxas" if cuda_path else "ptxas"
-    try:
-        version = subprocess.run([ptxas, "--version"], capture_output=True, text=True, check=True, timeout=60).stdout
-        version = version.strip().splitlines()[-1]
-    except (OSError, subprocess.SubprocessError, IndexError):
-        version = "not found"
     return {
         "device": device.device_kind,
         "compute_capability": str(getattr(device, "compute_capability", "unknown")),
         "plugins": plugins,
         "platform_version": device.client.platform_version,
-        "ptxas": version,
+        "ptxas": _ptxas_version(),
     }
 
 

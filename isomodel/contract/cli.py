@@ -11,6 +11,7 @@ import rich.console
 import rich.markup
 import rich.table
 
+from isomodel import fetch
 from isomodel.config import ModelConfig
 from isomodel.contract.canonical import digest, readable
 from isomodel.contract.cases import trace_cases
@@ -51,7 +52,8 @@ def load_or_derive(name: str, numerics: Numerics) -> Contract:
       numerics: how a model is to compute; contracts on file have their own.
 
     Raises:
-      ContractError: there is no such thing, or the file is no contract.
+      ContractError: a file or folder that is neither.
+      fetch.FetchError: a name that stands for no model.
       environment.EnvironmentFault: this process cannot compute in `numerics`.
     """
     path = pathlib.Path(name)
@@ -62,7 +64,7 @@ def load_or_derive(name: str, numerics: Numerics) -> Contract:
     if path.is_dir() and not (path / "config.json").is_file():
         raise ContractError(f"{name} has neither {FILE} (a run folder) nor config.json (a model folder)")
     environment.use(numerics.mode)
-    cfg = ModelConfig.load(path)
+    cfg = ModelConfig.load(fetch.resolve(name))
     return derive(cfg, numerics, trace_cases(cfg, numerics))
 
 

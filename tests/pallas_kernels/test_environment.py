@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import types
 
 import jax
 import pytest
@@ -99,6 +100,21 @@ def test_use_refuses_native_in_an_iso_process(monkeypatch):
     environment.use("iso")
     with pytest.raises(environment.EnvironmentFault, match="mode 'fast'"):
         environment.use("fast")
+
+
+def test_gpu_facts_name_device_plugins_and_ptxas(monkeypatch, tmp_path):
+    monkeypatch.setattr(environment, "cuda_path", str(tmp_path))
+    monkeypatch.setenv("PATH", str(tmp_path / "nothing"))
+    device = types.SimpleNamespace(
+        device_kind="NVIDIA H200", compute_capability="9.0", client=types.SimpleNamespace(platform_version="cuda 13000")
+    )
+    facts = environment._gpu_facts(device)
+    assert facts["ptxas"] == "not found" and facts["device"] == "NVIDIA H200" and facts["compute_capability"] == "9.0"
+    for folder, version in ((tmp_path / "nothing", "on PATH V13.0.1"), (tmp_path / "bin", "packaged V13.0.2")):
+        folder.mkdir()
+        (folder / "ptxas").write_text(f"#!/bin/sh\necho NVIDIA\necho '{version}'\n")
+        (folder / "ptxas").chmod(0o755)
+        assert environment._gpu_facts(device)["ptxas"] == version  # CUDA's packages come before PATH
 
 
 # Fresh processes
