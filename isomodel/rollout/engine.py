@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from isomodel.rollout.scheduler import Scheduler
 from isomodel.rollout.sequence import Request, Sample
 from isomodel.rollout.slots import SlotTable
 from isomodel.specs import Params
+from pallas_kernels import environment
 
 Prompt = str | Sequence[int] | np.ndarray
 
@@ -33,6 +34,18 @@ class TextCodec(Protocol):
 
     def decode(self, ids: Sequence[int]) -> str:
         """Text of token ids, without special tokens."""
+
+
+class PromptsRefused(ValueError):
+    """Prompts that cannot be served.
+
+    Attributes:
+      faults: what is wrong with each, by its index.
+    """
+
+    def __init__(self, faults: Mapping[int, str]):
+        self.faults = dict(faults)
+        super().__init__("; ".join(f"prompt {i}: {fault}" for i, fault in self.faults.items()))
 
 
 class Engine:
@@ -69,7 +82,10 @@ class Engine:
         Raises:
           ValueError: config or weights do not fit the model.
           registry.Unsupported: the numerics' backend cannot serve here.
+          environment.EnvironmentFault: iso numerics in a process whose XLA flags are not the contract's.
         """
+        if numerics.mode == "iso":
+            environment.check()
         self.cfg, self.numerics, self.tokenizer = cfg, numerics, tokenizer
         self.config = config.resolve(cfg, numerics.dtype)
         slots = SlotTable(self.config.max_seqs, self.config.table_width)
@@ -233,6 +249,26 @@ class Engine:
             token_ids = token_ids[:-1]
         return self.tokenizer.decode(token_ids.tolist())
 
+    def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> None:
+        """Raises what `generate` would raise for these arguments; queues and compiles nothing."""
+        self._validated(prompts, sampling)
+
+    def _validated(self, prompts, sampling) -> tuple[list[np.ndarray], list[SamplingParams]]:
+        """(token ids, sampling parameters) of each prompt."""
+        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
+        if len(params) != len(prompts):
+            raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one, or one for each")
+        ids, faults = [], {}
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                ids.append(self._prompt_ids(prompt))
+                self._limit(ids[-1], p)
+            except ValueError as e:
+                faults[i] = str(e)
+        if faults:
+            raise PromptsRefused(faults)
+        return ids, params
+
     def generate(
         self,
         prompts: Sequence[Prompt],
@@ -251,20 +287,10 @@ class Engine:
           progress: show a bar on stderr when it is a terminal.
 
         Raises:
-          ValueError: naming every prompt that cannot be served, by its index; then nothing was queued.
+          PromptsRefused: naming every prompt that cannot be served, by its index; nothing was queued.
+          ValueError: not as many sampling parameters as prompts.
         """
-        params = [sampling] * len(prompts) if isinstance(sampling, SamplingParams) else list(sampling)
-        if len(params) != len(prompts):
-            raise ValueError(f"{len(prompts)} prompts and {len(params)} sampling parameters; give one, or one for each")
-        ids, faults = [], []
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                ids.append(self._prompt_ids(prompt))
-                self._limit(ids[-1], p)
-            except ValueError as e:
-                faults.append(f"prompt {i}: {e}")
-        if faults:
-            raise ValueError("; ".join(faults))
+        ids, params = self._validated(prompts, sampling)
         names = [self.add_request(prompt, p) for prompt, p in zip(ids, params, strict=True)]
         order = {name: i for i, name in enumerate(names)}
         mine: list[Completion] = []
