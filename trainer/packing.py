@@ -11,7 +11,6 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from isomodel.batch import NO_SLOT, Batch, TrainPages
@@ -152,8 +151,8 @@ def pack(
             for b in buckets
             if sum(rows) <= b.rows and len(rows) <= b.sequences and max(rows) <= b.pages * b.page_size
         )
-        micro = _micro_batch([trajectories[i] for i in members], [advantages_N[i] for i in members],
-                             [weights_N[i] for i in members], bucket)  # fmt: skip
+        chosen = [[x[i] for i in members] for x in (trajectories, advantages_N, weights_N)]
+        micro = _micro_batch(*chosen, bucket)
         packed.append(Packed(bucket, micro, tuple(members)))
     return packed
 
@@ -200,8 +199,3 @@ def _micro_batch(trajectories, advantages, weights, bucket: Bucket) -> MicroBatc
     return MicroBatch(
         batch, targets_T, loss_mask_T, weight_T, old_logprobs_T, advantages_T, inv_temp_T, sequence_T
     )
-
-
-def to_device(micro: MicroBatch) -> MicroBatch:
-    """The same arrays on the device."""
-    return jax.tree.map(jnp.asarray, micro)

@@ -66,14 +66,7 @@ class TrainStep:
         self.cfg, self.numerics, self.objective, self.remat = cfg, numerics, objective, remat
         self._optimizer = make_optimizer(optimizer, cfg)
         self._schedule = schedule(optimizer)
-        self._accumulate: dict[Bucket, Callable] = {}
-        self._score: dict[Bucket, Callable] = {}
         self._init = jax.jit(self._initial)
-        self._zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like))
-        self._norm = jax.jit(optax.global_norm)
-        # Old masters, moments and gradients give their memory to the new ones. The old compute copy stays: the engine
-        # reads it until it is given the new one.
-        self._apply = jax.jit(self._updated, donate_argnums=(0, 1, 2))
 
     def init(self, masters: Params) -> TrainState:
         """State before the first optimizer step; `masters` in fp32 are copied."""
@@ -89,14 +82,23 @@ class TrainStep:
 
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of the state."""
-        return jax.eval_shape(self._initial, self._abstract(jnp.float32))
+        return jax.eval_shape(self._initial, _abstract_weights(self.cfg, jnp.float32))
 
-    def _abstract(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
-        return {name: jax.ShapeDtypeStruct(s.shape, dtype) for name, s in weight_specs(self.cfg).items()}
+    @functools.cached_property
+    def _programs(self) -> tuple[Callable, Callable, Callable]:
+        """(zeros like the masters, norm of a gradient, optimizer step), compiled."""
+        state = self.abstract_state()
+        zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like)).lower(state.masters)
+        norm = jax.jit(optax.tree.norm).lower(state.masters)
+        # Old masters, moments and gradients give their memory to the new ones. The old compute copy stays: the engine
+        # reads it until it is given the new one.
+        apply = jax.jit(self._updated, donate_argnums=(0, 1, 2)).lower(state.masters, state.optimizer, state.masters)
+        return zeros.compile(), norm.compile(), apply.compile()
 
     def zero_gradients(self, state: TrainState) -> Params:
         """fp32 zeros, to accumulate into."""
-        return self._zeros(state.masters)
+        zeros, _, _ = self._programs
+        return zeros(state.masters)
 
     def accumulate(
         self, state: TrainState, gradients: Params, packed: Packed, ref_logprobs_T: jax.Array | None = None
@@ -110,43 +112,12 @@ class TrainStep:
         Returns:
           (the sum with this microbatch's gradient, the forward's log-probability of each row fp32 [T], statistics).
         """
-        run = self._program(self._accumulate, packed.bucket, self._lower_accumulate)
+        run = _compiled(self._train(packed.bucket))
         return run(gradients, state.masters, state.params, packed.micro, ref_logprobs_T)
-
-    def _accumulated(self, bucket: Bucket, gradients, masters, params, micro: MicroBatch, ref_logprobs_T):
-        def objective(masters):
-            logprobs_T = self._logprobs(bucket, params, micro, masters)
-            value, stats = loss.policy_loss(
-                logprobs_T,
-                micro,
-                ratio=self.objective.ratio,
-                clip_low=self.objective.clip_low,
-                clip_high=self.objective.clip_high,
-                kl_coef=self.objective.kl_coef,
-                ref_logprobs_T=ref_logprobs_T,
-            )
-            return value, (logprobs_T, stats)
-
-        new, (logprobs_T, stats) = jax.grad(objective, has_aux=True)(masters)
-        return jax.tree.map(jnp.add, gradients, new), logprobs_T, stats
 
     def score(self, params: Params, packed: Packed) -> jax.Array:
         """Log-probability of each row of a microbatch under `params`, fp32 [T]; forward only."""
-        return self._program(self._score, packed.bucket, self._lower_score)(params, packed.micro)
-
-    def _logprobs(self, bucket: Bucket, params: Params, micro: MicroBatch, masters: Params | None = None) -> jax.Array:
-        hidden_TD, _ = model.forward(
-            self.cfg,
-            self.numerics,
-            params,
-            micro.batch,
-            bucket.train_pages,
-            masters=masters,
-            remat=self.remat and masters is not None,
-        )
-        return model.logprobs(
-            self.cfg, self.numerics, params, hidden_TD, micro.targets_T, micro.inv_temp_T, masters=masters
-        )
+        return _compiled(self._scoring(packed.bucket))(params, packed.micro)
 
     def apply(self, state: TrainState, gradients: Params, updates: int) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step. Takes the memory of the state's masters and optimizer, and of the gradients.
@@ -161,14 +132,15 @@ class TrainStep:
         Raises:
           NonFiniteGradient: nothing was updated, the state is as it was.
         """
-        grad_norm = float(self._norm(gradients))
+        _, norm, run = self._programs
+        grad_norm = float(norm(gradients))
         if not np.isfinite(grad_norm):
             bad = [name for name, g in gradients.items() if not bool(jnp.isfinite(g).all())]
             raise NonFiniteGradient(
                 f"the gradient's norm is {grad_norm}; weights with a NaN or an infinity: {', '.join(bad) or 'none (the sum '
                 'of squares overflows)'}. Nothing was updated; a lower learning rate or a KL term may help"
             )
-        masters, optimizer, params = self._apply(state.masters, state.optimizer, gradients)
+        masters, optimizer, params = run(state.masters, state.optimizer, gradients)
         return TrainState(masters, optimizer, params), {"grad_norm": grad_norm, "lr": float(self._schedule(updates))}
 
     def _updated(self, masters, optimizer, gradients):
@@ -177,39 +149,99 @@ class TrainStep:
         return masters, optimizer, cast_params(masters, self.numerics.dtype)
 
     def compile(self, buckets: Sequence[Bucket], *, score: bool, progress: Callable[[str], None] = lambda name: None) -> int:
-        """Compiles forward and backward (and scoring, where asked for) of every bucket; returns how many programs.
+        """Compiles the optimizer step, and forward and backward (and scoring, where asked for) of every bucket; returns how
+        many programs that is.
 
         `progress` is called with each program's name before it is compiled.
         """
-        todo = [("train", self._accumulate, self._lower_accumulate, b) for b in buckets]
+        todo = [("train", self._train(b)) for b in buckets]
         if score:
-            todo += [("score", self._score, self._lower_score, b) for b in buckets]
-        for name, programs, lower, bucket in todo:
-            progress(f"{name} {bucket.rows} x {bucket.sequences}")
-            self._program(programs, bucket, lower)
-        return len(todo)
-
-    def _program(self, programs: dict[Bucket, Callable], bucket: Bucket, lower: Callable) -> Callable:
-        if bucket not in programs:
-            programs[bucket] = lower(bucket).compile()
-        return programs[bucket]
-
-    def _lower_accumulate(self, bucket: Bucket):
-        run = jax.jit(functools.partial(self._accumulated, bucket), donate_argnums=0)
-        masters = self._abstract(jnp.float32)
-        ref = jax.ShapeDtypeStruct((bucket.rows,), jnp.float32) if self.objective.kl_coef else None
-        return run.lower(masters, masters, self._abstract(self.numerics.dtype), abstract_micro(bucket), ref)
-
-    def _lower_score(self, bucket: Bucket):
-        run = jax.jit(functools.partial(self._logprobs, bucket))
-        return run.lower(self._abstract(self.numerics.dtype), abstract_micro(bucket))
+            todo += [("score", self._scoring(b)) for b in buckets]
+        for name, program in todo:
+            progress(f"{name} {program.bucket.rows} x {program.bucket.sequences}")
+            _compiled(program)
+        progress("optimizer")
+        _ = self._programs
+        return len(todo) + 1
 
     def traces(self, bucket: Bucket) -> Mapping[str, Callable[[], Any]]:
         """{case: function that traces what this trainer runs in it}, for `contract.derive`."""
-        return {
-            "remat" if self.remat else "train": lambda: self._lower_accumulate(bucket),
-            "score": lambda: self._lower_score(bucket),
-        }
+        return {"remat" if self.remat else "train": self._train(bucket).lower, "score": self._scoring(bucket).lower}
+
+    def _train(self, bucket: Bucket) -> _Train:
+        o = self.objective
+        return _Train(self.cfg, self.numerics, bucket, self.remat, o.ratio, o.clip_low, o.clip_high, o.kl_coef)
+
+    def _scoring(self, bucket: Bucket) -> _Score:
+        return _Score(self.cfg, self.numerics, bucket)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Score:
+    """Log-probability of each row of a microbatch; everything that its program depends on."""
+
+    cfg: ModelConfig
+    numerics: Numerics
+    bucket: Bucket
+
+    def logprobs(self, params: Params, micro: MicroBatch, masters: Params | None = None, remat: bool = False) -> jax.Array:
+        pages = self.bucket.train_pages
+        hidden_TD, _ = model.forward(
+            self.cfg, self.numerics, params, micro.batch, pages, masters=masters, remat=remat
+        )
+        return model.logprobs(
+            self.cfg, self.numerics, params, hidden_TD, micro.targets_T, micro.inv_temp_T, masters=masters
+        )
+
+    def weights(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+        return _abstract_weights(self.cfg, dtype)
+
+    def lower(self):
+        return jax.jit(self.logprobs).lower(self.weights(self.numerics.dtype), abstract_micro(self.bucket))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Train(_Score):
+    """Forward, loss and backward of a microbatch, added to the gradients so far."""
+
+    remat: bool
+    ratio: str
+    clip_low: float
+    clip_high: float
+    kl_coef: float
+
+    def accumulate(self, gradients, masters, params, micro: MicroBatch, ref_logprobs_T):
+        def objective(masters):
+            logprobs_T = self.logprobs(params, micro, masters, self.remat)
+            value, stats = loss.policy_loss(
+                logprobs_T,
+                micro,
+                ratio=self.ratio,
+                clip_low=self.clip_low,
+                clip_high=self.clip_high,
+                kl_coef=self.kl_coef,
+                ref_logprobs_T=ref_logprobs_T,
+            )
+            return value, (logprobs_T, stats)
+
+        new, (logprobs_T, stats) = jax.grad(objective, has_aux=True)(masters)
+        return jax.tree.map(jnp.add, gradients, new), logprobs_T, stats
+
+    def lower(self):
+        masters, params = self.weights(jnp.float32), self.weights(self.numerics.dtype)
+        ref_T = jax.ShapeDtypeStruct((self.bucket.rows,), jnp.float32) if self.kl_coef else None
+        run = jax.jit(self.accumulate, donate_argnums=0)
+        return run.lower(masters, masters, params, abstract_micro(self.bucket), ref_T)
+
+
+@functools.cache
+def _compiled(program: _Score) -> Callable:
+    """Compiles once a process: runs of equal shapes share their programs."""
+    return program.lower().compile()
+
+
+def _abstract_weights(cfg: ModelConfig, dtype) -> dict[str, jax.ShapeDtypeStruct]:
+    return {name: jax.ShapeDtypeStruct(spec.shape, dtype) for name, spec in weight_specs(cfg).items()}
 
 
 def abstract_micro(bucket: Bucket) -> MicroBatch:
