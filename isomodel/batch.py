@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from isomodel.config import ModelConfig
 
@@ -66,3 +68,37 @@ class TrainPages:
 
     num_pages: int
     page_size: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Rows:
+    """Which rows of one sequence a batch holds: tokens `start` to `stop` of `token_ids`, on `pages` (host values)."""
+
+    token_ids: Sequence[int]
+    start: int
+    stop: int
+    pages: Sequence[int]
+
+
+def make_batch(sequences: Sequence[Rows], page_size: int, *, T: int, S: int, P: int) -> Batch:
+    """A Batch of these rows, padded to T rows, S sequences and P table columns.
+
+    Raises:
+      ValueError: they do not fit.
+    """
+    tokens_T, positions_T, slots_T = np.zeros(T, np.int32), np.zeros(T, np.int32), np.full(T, NO_SLOT, np.int32)
+    q_start_S1, kv_len_S, table_SP = np.zeros(S + 1, np.int32), np.zeros(S, np.int32), np.zeros((S, P), np.int32)
+    total = sum(rows.stop - rows.start for rows in sequences)
+    if len(sequences) > S or total > T or any(len(rows.pages) > P for rows in sequences):
+        raise ValueError(f"{len(sequences)} sequences of {total} rows do not fit in T={T}, S={S}, P={P}")
+    row = 0
+    for s, rows in enumerate(sequences):
+        position = np.arange(rows.start, rows.stop)
+        here = slice(row, row + len(position))
+        tokens_T[here], positions_T[here] = np.asarray(rows.token_ids)[rows.start : rows.stop], position
+        slots_T[here] = np.asarray(rows.pages)[position // page_size] * page_size + position % page_size
+        table_SP[s, : len(rows.pages)] = rows.pages
+        row += len(position)
+        q_start_S1[s + 1], kv_len_S[s] = row, rows.stop
+    q_start_S1[len(sequences) + 1 :] = row
+    return Batch(*map(jnp.asarray, (tokens_T, positions_T, slots_T, q_start_S1, kv_len_S, table_SP)))
