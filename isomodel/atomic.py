@@ -46,7 +46,7 @@ def new_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]
             temporary.rename(target)
         _flush(target.parent)
     except OSError as e:
-        if isinstance(e, FileExistsError):
+        if isinstance(e, FileExistsError) or e.errno is None:  # ours, with a message that says it all
             raise
         raise OSError(e.errno, f"cannot write {target}, nothing was left there: {e.strerror or e}") from e
     finally:

@@ -316,12 +316,11 @@ def _read_fields(family: Family, hf: Mapping, generation: Mapping, faults: list[
         if value is None and key == "num_key_value_heads":
             value = hf.get("num_attention_heads")
         if value is None and key == "head_dim":
-            value = _hidden_by_heads(hf)
+            value = _hidden_by_heads(hf, faults)
         if value is None:
-            derived = ", and hidden_size is not a multiple of num_attention_heads" if key == "head_dim" else ""
-            faults.append(f"{key} is missing{derived}")
+            faults.append(f"{key} is missing")
             value = _BAD
-        elif not _is_int(value):
+        elif value is not _BAD and not _is_int(value):
             faults.append(f"{key}={_show(value)} is not an integer")
             value = _BAD
         fields[ours] = value
@@ -342,11 +341,15 @@ def _read_fields(family: Family, hf: Mapping, generation: Mapping, faults: list[
     return fields
 
 
-def _hidden_by_heads(hf: Mapping) -> int | None:
+def _hidden_by_heads(hf: Mapping, faults: list[str]) -> Any:
+    """head_dim of a file that leaves it out; _BAD where it cannot be derived, whose reason is listed."""
     hidden, heads = hf.get("hidden_size"), hf.get("num_attention_heads")
-    if _is_int(hidden) and _is_int(heads) and heads > 0 and hidden % heads == 0:
-        return hidden // heads
-    return None
+    if not (_is_int(hidden) and _is_int(heads) and heads > 0):
+        return _BAD  # their own faults are listed
+    if hidden % heads:
+        faults.append(f"head_dim is missing, and num_attention_heads={heads} does not divide hidden_size={hidden}")
+        return _BAD
+    return hidden // heads
 
 
 def _rope_theta(hf: Mapping, faults: list[str]) -> Any:
@@ -463,5 +466,5 @@ def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
 
 def _show(value: Any) -> str:
     """A value as it stands in the file, cut to a line."""
-    text = json.dumps(value) if not isinstance(value, str) else repr(value)
+    text = json.dumps(value, default=repr) if not isinstance(value, str) else repr(value)
     return text if len(text) <= 80 else text[:77] + "..."

@@ -153,15 +153,17 @@ def save(
     Raises:
       WeightsError: missing, extra or wrongly shaped weights, NaN or infinity in them.
       FileExistsError: something is there already and `overwrite` does not cover it.
+      FileNotFoundError: `tokenizer` has no tokenizer files.
       OSError: the disk is full, or the place not writable. Nothing is left behind.
     """
     tensors = unpack(cfg, params, dtype)
+    copied = [] if tokenizer is None else tokenizer_files(tokenizer)
     with new_folder(folder, overwrite=overwrite) as temporary:
         write_safetensors(temporary, tensors, max_shard_bytes)
         write_json(temporary / "config.json", cfg.to_hf(str(tensors["model.embed_tokens.weight"].dtype)))
         write_json(temporary / "generation_config.json", cfg.to_hf_generation())
-        if tokenizer is not None:
-            copy_tokenizer(tokenizer, temporary)
+        for file in copied:
+            shutil.copyfile(file, temporary / file.name)
         if also is not None:
             also(temporary)
 
@@ -306,18 +308,17 @@ def write_json(path: Path, value: Any) -> None:
     path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
-def copy_tokenizer(source: str | Path, folder: Path) -> None:
-    """Copies the tokenizer files of one model folder to another.
+def tokenizer_files(folder: str | Path) -> list[Path]:
+    """The tokenizer files of a model folder.
 
     Raises:
       FileNotFoundError: there are none.
     """
-    files = [Path(source) / file for file in TOKENIZER_FILES]
+    files = [Path(folder) / name for name in TOKENIZER_FILES]
     files = [file for file in files if file.is_file()]
     if not files:
-        raise FileNotFoundError(f"{source} has no tokenizer files (such as tokenizer.json)")
-    for file in files:
-        shutil.copyfile(file, folder / file.name)
+        raise FileNotFoundError(f"{folder} has no tokenizer files (such as tokenizer.json)")
+    return files
 
 
 def _hf_shape(inner: tuple[int, ...], in_dims: int) -> tuple[int, ...]:
@@ -331,7 +332,7 @@ def _read_index(path: Path, faults: list[str]) -> dict[str, str]:
     index = read_json_object(path).get("weight_map")
     if not isinstance(index, dict) or not index:
         raise WeightsError(str(path), ["it has no weight_map"])
-    bad = sorted({str(file) for file in index.values() if not isinstance(file, str) or Path(file).name != file})
+    bad = sorted({str(f) for f in index.values() if not isinstance(f, str) or f in ("", "..") or Path(f).name != f})
     if bad:
         raise WeightsError(str(path), [f"weight_map names {file!r}, not a file of this folder" for file in bad])
     return index
