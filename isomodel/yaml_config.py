@@ -23,22 +23,16 @@ from typing import Any, TypeVar
 import pydantic
 import yaml
 
+from isomodel.config import FaultyInput
+
 T = TypeVar("T")
 
 
-class ConfigError(ValueError):
-    """A configuration that cannot be used.
-
-    Attributes:
-      faults: one line each, "path: what is wrong and what to do".
-    """
+class ConfigError(FaultyInput):
+    """A configuration that cannot be used; `faults` has one line each, "path: what is wrong and what to do"."""
 
     def __init__(self, faults: Iterable[str], source: str = "configuration"):
-        self.faults = tuple(faults)
-        self.source = source
-        n = len(self.faults)
-        head = f"{source}: {n} fault{'s' if n != 1 else ''}"
-        super().__init__("\n".join([head, *(f"  {f}" for f in self.faults)]))
+        super().__init__(source, list(faults))
 
 
 def check(faults: Iterable[str]) -> None:

@@ -21,6 +21,7 @@ from isomodel.yaml_config import ConfigError, check
 
 Positive = Annotated[int, Field(ge=1)]
 Natural = Annotated[int, Field(ge=0)]
+PageSize = Literal[1, 2, 4, 8, 16, 32, 64, 128]
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 Share = Annotated[float, Field(ge=0, le=1)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -71,6 +72,7 @@ class DataSection:
       answer: name of the field with the answer, if rows have one.
       system_prompt: system message put before every prompt.
       chat_template: prompts go through the tokenizer's chat template; False encodes the text alone.
+      template_args: arguments of the chat template, such as {enable_thinking: false} for Qwen3.
       max_prompt_tokens: longest prompt, in tokens.
       long_prompts: "refuse" stops with the list of too long prompts; "drop" leaves them out and says how many.
       shuffle: False keeps the source's order, epoch after epoch.
@@ -86,11 +88,20 @@ class DataSection:
     answer: str = "answer"
     system_prompt: str | None = None
     chat_template: bool = True
+    template_args: dict[str, Any] = field(default_factory=dict)
     max_prompt_tokens: Positive = 512
     long_prompts: Literal["refuse", "drop"] = "refuse"
     shuffle: bool = True
     seed: Seed | None = None
     held_out: Natural = 0
+
+    def __post_init__(self):
+        faults = []
+        if not self.chat_template and self.template_args:
+            faults.append("template_args: has no use without the chat template (chat_template: false)")
+        if self.size is not None and self.held_out >= self.size:
+            faults.append(f"held_out: {self.held_out} leaves nothing to train on of size {self.size}")
+        check(faults)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -141,23 +152,31 @@ class RewardSection:
 
 @dataclasses.dataclass(frozen=True)
 class EngineSection:
-    """Sizes of the rollout engine; none reaches the bits.
+    """Sizes of the rollout engine, as in isomodel.rollout's EngineConfig; none reaches the bits.
 
     Attributes:
       max_seqs: sequences that decode together.
-      page_size: tokens in a page of the KV cache.
-      num_pages: pages of the cache; None: room for max_seqs sequences of max_model_len tokens.
-      chunk_tokens: prompt tokens prefilled in one forward.
+      page_size: tokens in a page of the KV cache; a divisor of 128.
+      num_pages: pages of the KV cache; None: from kv_memory.
+      kv_memory: bytes of the KV cache; None: room for max_seqs longest sequences, at most 1 GiB.
+      chunk_tokens: prompt tokens of one forward, at most.
+      decode_steps: tokens that the device samples between two looks by the host.
       max_model_len: longest sequence, prompt and response; None: data.max_prompt_tokens + rollout.max_tokens.
       prefix_cache: share pages of equal prefixes between requests.
     """
 
-    max_seqs: Positive = 32
-    page_size: Positive = 128
+    max_seqs: Positive = 64
+    page_size: PageSize = 16
     num_pages: Positive | None = None
+    kv_memory: Positive | None = None
     chunk_tokens: Positive = 512
-    max_model_len: Positive | None = None
+    decode_steps: Positive = 8
+    max_model_len: Annotated[int, Field(ge=2)] | None = None
     prefix_cache: bool = True
+
+    def __post_init__(self):
+        if self.num_pages is not None and self.kv_memory is not None:
+            check(["num_pages: kv_memory is set too; set one of them"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,7 +299,8 @@ class OptimizerSection:
       warmup_steps: optimizer steps of linear warm-up from 0.
       schedule: after warm-up, "constant", "linear" or "cosine", down to min_lr at `total_steps`.
       min_lr: end of the schedule.
-      total_steps: optimizer steps of the whole schedule; None: train.steps * train.epochs * train.minibatches.
+      total_steps: optimizer steps of the whole schedule; None: train.steps * train.epochs * train.minibatches. A
+        constant schedule has no end and stays None, so that a run can be continued for more steps.
       max_grad_norm: global norm that gradients are clipped to; None is off.
     """
 
@@ -310,7 +330,7 @@ class TrainSection:
       microbatch_tokens: token rows of one forward and backward; responses are packed into it. Does not reach the
         forward's bits.
       remat: recompute each layer in the backward instead of keeping its activations.
-      page_size: tokens in a page of the training forward's keys and values.
+      page_size: tokens in a page of the training forward's keys and values; a divisor of 128.
     """
 
     steps: Positive = 100
@@ -318,7 +338,7 @@ class TrainSection:
     epochs: Positive = 1
     microbatch_tokens: Positive = 4096
     remat: bool = True
-    page_size: Positive = 128
+    page_size: PageSize = 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -416,15 +436,14 @@ class TrainConfig:
         longest = self.data.max_prompt_tokens + self.rollout.max_tokens
         _default(self, "data.seed", self.seed)
         _default(self, "rollout.engine.max_model_len", longest)
-        pages = -(-self.rollout.engine.max_model_len // self.rollout.engine.page_size)
-        _default(self, "rollout.engine.num_pages", self.rollout.engine.max_seqs * pages)
         _default(self, "objective.constant", self.rollout.max_tokens)
         _default(self, "objective.overlong.buffer", self.rollout.max_tokens // 5 if self.objective.kind == "dapo" else 0)
-        _default(self, "optimizer.total_steps", self.optimizer_steps)
+        if self.optimizer.schedule != "constant":
+            _default(self, "optimizer.total_steps", self.optimizer_steps)
         _default(self, "parity.on_mismatch", "stop" if self.numerics.mode == "iso" else "record")
-        check(self._faults(longest, pages))
+        check(self._faults(longest))
 
-    def _faults(self, longest: int, pages: int) -> Iterable[str]:
+    def _faults(self, longest: int) -> Iterable[str]:
         rollout, data, train, engine = self.rollout, self.data, self.train, self.rollout.engine
         if rollout.sequences_per_step % train.minibatches:
             yield (
@@ -436,7 +455,8 @@ class TrainConfig:
                 f"rollout.engine.max_model_len: {engine.max_model_len} is shorter than data.max_prompt_tokens"
                 f" {data.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = {longest}"
             )
-        if engine.num_pages < pages:
+        pages = -(-(engine.max_model_len - 1) // engine.page_size)  # the last token's keys and values are never read
+        if engine.num_pages is not None and engine.num_pages < pages:
             yield (
                 f"rollout.engine.num_pages: {engine.num_pages} pages of {engine.page_size} tokens do not hold one sequence of"
                 f" max_model_len {engine.max_model_len}, which needs {pages}"
@@ -446,11 +466,9 @@ class TrainConfig:
                 f"train.microbatch_tokens: {train.microbatch_tokens} does not hold one longest sequence:"
                 f" data.max_prompt_tokens {data.max_prompt_tokens} + rollout.max_tokens {rollout.max_tokens} = {longest}"
             )
-        if self.optimizer.warmup_steps > self.optimizer.total_steps:
-            yield (
-                f"optimizer.warmup_steps: {self.optimizer.warmup_steps} is more than the schedule's total_steps"
-                f" {self.optimizer.total_steps}"
-            )
+        scheduled = self.optimizer.total_steps or self.optimizer_steps
+        if self.optimizer.warmup_steps > scheduled:
+            yield f"optimizer.warmup_steps: {self.optimizer.warmup_steps} is more than the {scheduled} optimizer steps of the run"
         if self.objective.overlong.buffer > rollout.max_tokens:
             yield f"objective.overlong.buffer: {self.objective.overlong.buffer} is more than rollout.max_tokens {rollout.max_tokens}"
         if self.numerics.mode == "iso" and self.parity.check == "off":
@@ -461,8 +479,6 @@ class TrainConfig:
             yield "eval.every: evaluation needs held-out prompts; set data.held_out (or eval.every=0)"
         if self.eval.every and self.eval.temperature == 0 and self.eval.samples > 1:
             yield f"eval.samples: {self.eval.samples} greedy samples of one prompt are all equal; set eval.temperature above 0"
-        if data.size is not None and data.held_out >= data.size:
-            yield f"data.held_out: {data.held_out} leaves nothing to train on of data.size {data.size}"
 
     @property
     def optimizer_steps(self) -> int:

@@ -27,7 +27,7 @@ class Encoder(Protocol):
 
     def encode(self, text: str) -> Sequence[int]: ...
 
-    def apply_chat_template(self, messages: Sequence[Mapping[str, str]]) -> Sequence[int]: ...
+    def apply_chat_template(self, messages: Sequence[Mapping[str, str]], **template_args: Any) -> Sequence[int]: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +122,10 @@ class Dataset:
     def _encode(self, items: list[Item], tokenizer: Encoder) -> list[Item]:
         encoded, long, empty = [], [], []
         for item in items:
-            ids = tokenizer.apply_chat_template(item.messages) if item.messages else tokenizer.encode(item.prompt)
+            if item.messages:
+                ids = tokenizer.apply_chat_template(item.messages, **self._cfg.template_args)
+            else:
+                ids = tokenizer.encode(item.prompt)
             if len(ids) > self._cfg.max_prompt_tokens:
                 long.append(f"{item.id}: {len(ids)} tokens")
             elif not len(ids):

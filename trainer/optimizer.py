@@ -16,12 +16,12 @@ def schedule(section: OptimizerSection) -> optax.Schedule:
     min_lr at step `total_steps`, the last one, and stays there.
     """
     lr, w = section.lr, section.warmup_steps
-    rest = max(1, section.total_steps - w)
     if section.schedule == "constant":
         after = optax.constant_schedule(lr)
     elif section.schedule == "linear":
-        after = optax.linear_schedule(lr, section.min_lr, rest)
+        after = optax.linear_schedule(lr, section.min_lr, max(1, section.total_steps - w))
     else:
+        rest = max(1, section.total_steps - w)
         after = optax.cosine_decay_schedule(lr, rest, alpha=section.min_lr / lr if lr else 0.0)
     joined = optax.join_schedules([optax.linear_schedule(0.0, lr, w), after], [w]) if w else after
     return lambda count: joined(count + 1)

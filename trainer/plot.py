@@ -15,6 +15,8 @@ from trainer.metrics import MetricsError, read_metrics  # noqa: E402
 
 Row = dict[str, float]
 
+EVALUATIONS = "evaluations.jsonl"
+
 COLORS = ("#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#56b4e9", "#000000", "#999933")
 """Okabe and Ito's palette, told apart by colour-blind readers too; runs beyond it differ by line style."""
 
@@ -31,7 +33,7 @@ def plot(runs: Sequence[str | pathlib.Path], output: str | pathlib.Path, *, smoo
       MetricsError: a run has no metrics yet, or they are damaged; lists all.
       OSError: the file cannot be written.
     """
-    rows_by_run, faults = {}, []
+    rows_by_run, evaluations_by_run, faults = {}, {}, []
     for name, run in zip(_labels(runs), runs, strict=True):
         try:
             rows = read_metrics(run)
@@ -40,6 +42,7 @@ def plot(runs: Sequence[str | pathlib.Path], output: str | pathlib.Path, *, smoo
             continue
         if rows:
             rows_by_run[name] = rows
+            evaluations_by_run[name] = _evaluations(run)
         else:
             faults.append(f"{run}: has no steps yet")
     if faults:
@@ -47,7 +50,7 @@ def plot(runs: Sequence[str | pathlib.Path], output: str | pathlib.Path, *, smoo
     smooth = smooth or max(1, max(len(rows) for rows in rows_by_run.values()) // 50)
     figure, axes = plt.subplots(2, 2, figsize=(13, 8), layout="constrained")
     try:
-        _reward(axes[0, 0], rows_by_run, smooth)
+        _reward(axes[0, 0], rows_by_run, evaluations_by_run, smooth)
         _parity(axes[0, 1], rows_by_run)
         _ratio(axes[1, 0], rows_by_run)
         _timing(axes[1, 1], rows_by_run, smooth)
@@ -65,16 +68,14 @@ def plot(runs: Sequence[str | pathlib.Path], output: str | pathlib.Path, *, smoo
     return output
 
 
-def _reward(ax, runs: dict[str, list[Row]], smooth: int) -> None:
-    for i, rows in enumerate(runs.values()):
+def _reward(ax, runs: dict[str, list[Row]], evaluations: dict[str, list[Row]], smooth: int) -> None:
+    for i, (name, rows) in enumerate(runs.items()):
         steps, mean = _series(rows, "reward/mean")
         ax.plot(steps, mean, color=_color(i), alpha=0.25, lw=1)
         ax.plot(steps, _moving_mean(mean, smooth), color=_color(i), ls=_style(i), lw=2)
-        steps, held_out = _series(rows, "eval/reward_mean")
-        if len(steps):
-            ax.plot(steps, held_out, color=_color(i), ls="none", marker="o", mfc="white", ms=6)
-    held_out = any("eval/reward_mean" in row for rows in runs.values() for row in rows)
-    ax.set_title("Reward" + (", held-out prompts as circles" if held_out else ""))
+        steps, held_out = _series(evaluations[name], "eval/reward_mean")
+        ax.plot(steps, held_out, color=_color(i), ls="none", marker="o", mfc="white", ms=6)
+    ax.set_title("Reward" + (", held-out prompts as circles" if any(evaluations.values()) else ""))
     ax.set_ylabel(f"mean reward (line: mean of {smooth} steps)" if smooth > 1 else "mean reward")
 
 
@@ -94,13 +95,13 @@ def _parity(ax, runs: dict[str, list[Row]]) -> None:
     for i, (name, rows) in enumerate(runs.items()):
         steps, value = _series(rows, "parity/max_abs")
         compared = _series(rows, "parity/tokens")[1]
-        # Runs that are all zero lie on one another; a little apart, each can be seen.
+        mismatched = _series(rows, "parity/mismatched_tokens")[1]
+        # Runs that are all zero lie on one another; a little apart, each can be seen. A mismatch is never drawn as zero.
         apart = zero * (bottom / top) ** (0.03 * (i - (len(runs) - 1) / 2))
-        shown = np.where(value == 0, apart, np.clip(value, bottom, None))
+        shown = np.where((value == 0) & (mismatched == 0), apart, np.clip(np.nan_to_num(value, nan=np.inf), bottom, top))
         seen = compared > 0
         ax.plot(steps[seen], shown[seen], color=_color(i), ls=_style(i), lw=1, marker=".", ms=4)
-        mismatched = int(np.nansum(_series(rows, "parity/mismatched_tokens")[1]))
-        summary.append(f"{name}: {mismatched:,} of {int(np.nansum(compared)):,} tokens differ")
+        summary.append(f"{name}: {int(np.nansum(mismatched)):,} of {int(np.nansum(compared)):,} tokens differ")
     ax.set_ylim(floor, top)
     ticks = 10.0 ** np.arange(np.log10(bottom), np.log10(top) + 0.5, max(1, round(np.log10(top / bottom) / 6)))
     ax.set_yticks([zero, *ticks], ["exactly 0", *(f"$10^{{{round(np.log10(t))}}}$" for t in ticks)])
@@ -127,17 +128,25 @@ def _ratio(ax, runs: dict[str, list[Row]]) -> None:
 
 
 def _timing(ax, runs: dict[str, list[Row]], smooth: int) -> None:
-    for i, (name, rows) in enumerate(runs.items()):
-        steps, total = _series(rows, "time/step_s")
+    for i, rows in enumerate(runs.values()):
+        # The first step may still warm up: it would spoil the mean, and flatten the rest.
+        later = rows[1:] or rows
+        steps, total = _series(later, "time/step_s")
         ax.plot(steps, _moving_mean(total, smooth), color=_color(i), ls=_style(i), lw=2)
-        steps, generate = _series(rows, "time/generate_s")
+        steps, generate = _series(later, "time/generate_s")
         ax.fill_between(steps, 0, _moving_mean(generate, smooth), color=_color(i), alpha=0.15, lw=0)
-    # The first steps may still load and warm up, and would flatten the rest.
-    rest = np.concatenate([_series(rows, "time/step_s")[1][1:] for rows in runs.values()])
+    rest = np.concatenate([_series(rows[1:] or rows, "time/step_s")[1] for rows in runs.values()])
     rest = rest[np.isfinite(rest)]
     ax.set_ylim(0, 1.3 * np.percentile(rest, 99) if len(rest) else None)
     ax.set_title("Time of a step (shaded: generation)")
     ax.set_ylabel("seconds")
+
+
+def _evaluations(run: str | pathlib.Path) -> list[Row]:
+    """Rows of a run's evaluations on held-out prompts; none where it has none."""
+    folder = pathlib.Path(run)
+    path = (folder.parent if folder.suffix == ".jsonl" else folder) / EVALUATIONS
+    return read_metrics(path) if path.is_file() else []
 
 
 def _series(rows: list[Row], key: str) -> tuple[np.ndarray, np.ndarray]:
