@@ -18,7 +18,7 @@ from isomodel.rollout.outputs import Completion
 from isomodel.rollout.pages import KV_BLOCK
 from isomodel.rollout.sampling_params import SamplingParams
 from isomodel.tokenizer import Tokenizer, TokenizerError
-from pallas_kernels import environment, registry
+from pallas_kernels import environment
 
 MOST_PREFILL_ROWS = 512
 FEWEST_SEQS = 16
@@ -32,8 +32,9 @@ def add_commands(subparsers) -> None:
         help="complete prompts, with the log-probability of every token",
         description="Completes one prompt or a JSONL file of them. Prompts go through the model's chat template. Each "
         "line of the output has the text, token ids, log-probabilities, weight versions, seed and finish reason.",
-        epilog='A line of the input: {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]} or {"prompt_ids": '
-        '[...]}, and, if you like, "id" (copied to the output) and "sampling" ({"temperature": 0.7, ...} for this line).',
+        epilog='A line of the input: {"prompt": "..."} or {"messages": [{"role": ..., "content": ...}]} or '
+        '{"prompt_ids": [...]}, and, if you like, "id" (copied to the output) and "sampling" ({"temperature": 0.7, ...} '
+        "for this line).",
     )
     parser.add_argument("model", help="a folder, a name that `isomodel fetch` knows, or a Hugging Face id")
     source = parser.add_mutually_exclusive_group(required=True)
@@ -45,7 +46,11 @@ def add_commands(subparsers) -> None:
     parser.add_argument("--raw", action="store_true", help="complete the prompt as it stands, without chat template")
     parser.add_argument("--system", metavar="TEXT", help="system message before each --prompt or `prompt`")
     parser.add_argument(
-        "--template-arg", action="append", default=[], metavar="KEY=VALUE", help="for the chat template (VALUE: JSON or text)"
+        "--template-arg",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        help="for the chat template (VALUE: JSON or text)",
     )
     _add_sampling(parser.add_argument_group("sampling"))
     _add_engine(parser.add_argument_group("engine (none of these reaches the bits, but numerics, backend and dtype)"))
@@ -69,24 +74,24 @@ def _add_sampling(group) -> None:
 def _add_engine(group) -> None:
     group.add_argument("--numerics", choices=environment.MODES, default="iso", help="iso keeps bits (default)")
     group.add_argument("--backend", choices=("auto", "reference", "hopper"), default="auto")
-    group.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations")
+    group.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations"
+    )
     group.add_argument("--max-seqs", type=int, default=64, help="completions that run at one time (default 64)")
     group.add_argument("--max-model-len", type=int, help="most tokens, prompt included; default: what the prompts need")
-    group.add_argument("--kv-memory-mb", type=float, help="size of the KV cache; default: what fits max-seqs, at most 1 GiB")
+    group.add_argument(
+        "--kv-memory-mb", type=float, help="size of the KV cache; default: what fits max-seqs, at most 1 GiB"
+    )
     group.add_argument("--no-prefix-cache", action="store_true")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Exit code 0, or 1 with a message; then nothing was written."""
-    try:
-        _generate(args)
-    except (ValueError, OSError, fetch.FetchError, registry.Unsupported, environment.EnvironmentFault) as e:
-        print(f"isomodel: {e}", file=sys.stderr)
-        return 1
-    return 0
+    """Generates; returns exit code 0.
 
-
-def _generate(args: argparse.Namespace) -> None:
+    Raises:
+      PromptFileError: bad lines or prompts, all named.
+      ValueError, OSError, FetchError, Unsupported, EnvironmentFault: of other faults. Nothing was written then.
+    """
     sampling = SamplingParams(
         temperature=args.temperature,
         top_k=args.top_k,
@@ -113,6 +118,7 @@ def _generate(args: argparse.Namespace) -> None:
             _print_texts(lines, completions)
         else:
             write_lines(out, (_line(line, c) for line, c in _by_line(lines, completions)))
+    return 0
 
 
 def _complete(args: argparse.Namespace, lines: list[PromptLine], template_args: dict[str, Any]) -> list[Completion]:

@@ -13,7 +13,8 @@ class StopStrings:
 
     Decodes a short window of tokens at a time. A token's text can depend on the tokens before it (a leading space, a
     character of several bytes), so the window starts one accepted piece earlier and only the difference is new text; a
-    piece that ends in the middle of a character waits for its rest (the scheme of Hugging Face's text-generation-inference).
+    piece that ends in the middle of a character waits for its rest (the scheme of Hugging Face's
+    text-generation-inference).
     """
 
     def __init__(self, stops: Sequence[str], decode: Callable[[Sequence[int]], str]):

@@ -141,14 +141,18 @@ class Engine:
         outside = np.flatnonzero((ids < 0) | (ids >= self.cfg.vocab_size))
         if outside.size:
             at = int(outside[0])
-            raise ValueError(f"token {at} of the prompt is {ids[at]}; the vocabulary has 0 to {self.cfg.vocab_size - 1}")
+            raise ValueError(
+                f"token {at} of the prompt is {ids[at]}; the vocabulary has 0 to {self.cfg.vocab_size - 1}"
+            )
         return ids.astype(np.int32)
 
     def _limit(self, ids: np.ndarray, params: SamplingParams) -> int:
         """Most tokens of a sample; raises ValueError when it cannot be served."""
         c, prompt_len = self.config, len(ids)
         if prompt_len >= c.max_model_len:
-            raise ValueError(f"the prompt has {prompt_len} tokens; max_model_len={c.max_model_len} leaves no room for one more")
+            raise ValueError(
+                f"the prompt has {prompt_len} tokens; max_model_len={c.max_model_len} leaves no room for one more"
+            )
         limit = c.max_model_len if params.max_tokens is None else min(c.max_model_len, prompt_len + params.max_tokens)
         pages = self._pool.pages_for(limit - 1)
         if pages > c.num_pages:

@@ -87,7 +87,9 @@ class EngineConfig:
         max_len = self.max_model_len or min(2048, cfg.max_positions)
         if max_len > cfg.max_positions:
             raise ValueError(f"engine: max_model_len={max_len}, but the model has {cfg.max_positions} positions")
-        page_bytes = 2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
+        page_bytes = (
+            2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
+        )
         per_seq = -(-(max_len - 1) // self.page_size)
         num_pages = self.num_pages
         if num_pages is None and self.kv_memory is not None:

@@ -45,8 +45,8 @@ class PromptLine:
 def read_prompts(path: str | Path, sampling: SamplingParams) -> list[PromptLine]:
     """The prompts of a JSONL file: one object a line, with one of `prompt`, `messages` and `prompt_ids`.
 
-    A line may also have an `id`, which goes to its completions, and `sampling`, an object of SamplingParams' fields that
-    differ from `sampling`. Other fields are data of yours; nobody reads them. Empty lines are skipped.
+    A line may also have an `id`, which goes to its completions, and `sampling`, an object of those fields of
+    SamplingParams that differ from `sampling`. Other fields are data of yours; nobody reads them. Empty lines are skipped.
 
     Raises:
       PromptFileError: the file cannot be read, has no prompt, or has bad lines (named by number).

@@ -74,7 +74,8 @@ class EngineStats:
       steps: looks by the host; a decode loop is one.
       generated_tokens: tokens of finished and running samples. tokens_per_s: these over busy_s.
       busy_s: seconds inside `step`. warmup_s: seconds of compilation at the start.
-      prefill_rows, decode_rows: rows that ran. reused_tokens: positions that did not, their keys and values being there.
+      prefill_rows, decode_rows: rows that ran.
+      reused_tokens: positions that did not run, because their keys and values were there.
       prefix_queries, prefix_hits: full pages looked up in, and found in, the prefix cache.
       shared_pages, copied_pages: pages that samples of one prompt took from each other, by reference and by copy.
       evictions, dropped: cached pages that gave way to new ones, and that new weights made stale.

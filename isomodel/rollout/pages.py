@@ -1,4 +1,4 @@
-"""Pages of the KV cache: who holds which, which may be read again by later requests, which goes first when room is short."""
+"""Pages of the KV cache: who holds which, which later requests may read again, which goes first when room is short."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 KV_BLOCK = 128
-"""Attention walks keys and values in absolute blocks of this many positions; a page divides it, so pages cannot show."""
+"""Attention walks keys and values in absolute blocks of this many positions; a page divides it and cannot show."""
 
 Key = bytes
 """Name of a full page's content: a digest of the weight version and of every token up to the page's end."""

@@ -114,8 +114,8 @@ def decode_loop(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, s
 
     A sample that stopped runs on as the same row, writing nothing, so that shapes stay and neighbours do not notice.
 
-    Returns (cache, counts [S], tokens [K, S], log-probabilities [K, S], truncated ones [K, S], logits [K, S, V] or None),
-    K = shapes.decode_steps; a sample's first counts[s] entries are its own.
+    Returns (cache, counts [S], tokens [K, S], log-probabilities [K, S], truncated ones [K, S], logits [K, S, V] or
+    None), K = shapes.decode_steps; a sample's first counts[s] entries are its own.
     """
     S = state.tokens_S.shape[0]
     used_S = state.kv_len_S > 0
@@ -153,7 +153,7 @@ def decode_loop(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, s
 
 
 def copy_pages(cache: KVCache, source_C: jax.Array, destination_C: jax.Array) -> KVCache:
-    """Copies whole pages in every layer; a destination beyond the pool is dropped. Sources are read before any write."""
+    """Copies whole pages in every layer; destinations beyond the pool are dropped. Sources are read before any write."""
 
     def copy(x_LNpKd):
         return x_LNpKd.at[:, destination_C].set(x_LNpKd[:, source_C], mode="drop")

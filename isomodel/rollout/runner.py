@@ -42,7 +42,9 @@ class Runner:
     def checked(self, params: Params) -> Params:
         """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""
         wanted = programs.abstract_params(self.cfg, self.numerics)
-        faults = [f"missing {n}" for n in wanted if n not in params] + [f"unknown {n}" for n in params if n not in wanted]
+        faults = [f"missing {n}" for n in wanted if n not in params] + [
+            f"unknown {n}" for n in params if n not in wanted
+        ]
         faults += [
             f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {w.dtype} {w.shape}"
             for n, w in wanted.items()
@@ -179,7 +181,9 @@ class Runner:
             row += chunk.count
         tables_SP = self._tables(slots, S)
         slots_T = tables_SP[seq_T, positions_T // size] * size + positions_T % size
-        batch = Batch(tokens_T, positions_T, np.where(written_T, slots_T, np.int32(NO_SLOT)), q_start_S1, kv_len_S, tables_SP)
+        batch = Batch(
+            tokens_T, positions_T, np.where(written_T, slots_T, np.int32(NO_SLOT)), q_start_S1, kv_len_S, tables_SP
+        )
         run = programs.compiled_mixed(self.cfg, self.numerics, self.shapes, T, S)
         self.cache, hidden_TD, *out = run(self.params, self.cache, batch, self._sampling(slots, S))
         scored = self._score(plan, hidden_TD, T) if any(not c.sample.request.scored for c in plan.chunks) else None

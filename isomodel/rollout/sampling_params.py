@@ -18,7 +18,8 @@ class SamplingParams:
     Attributes:
       temperature: logits are divided by it; 0 is greedy (and log-probabilities are then at temperature 1).
       top_k: keep the k likeliest tokens; 0 is off.
-      top_p: keep the likeliest tokens whose probabilities sum to top_p (nucleus sampling, Holtzman et al. 2020); 1 is off.
+      top_p: keep the likeliest tokens whose probabilities sum to top_p (nucleus sampling, Holtzman et al. 2020); 1 is
+        off.
       min_p: keep tokens with at least min_p times the likeliest one's probability (Nguyen et al. 2024); 0 is off.
       seed: fixes the tokens, whatever else runs beside them; None: the engine assigns one and reports it.
       max_tokens: most tokens of one completion; None: up to the engine's max_model_len.

@@ -102,7 +102,14 @@ class Scheduler:
     """See the module's docstring. Knows nothing of arrays on a device: `schedule`, run the plan, `update`."""
 
     def __init__(
-        self, pool: PagePool, slots: SlotTable, *, chunk_tokens: int, decode_steps: int, prefix_cache: bool, version: int = 0
+        self,
+        pool: PagePool,
+        slots: SlotTable,
+        *,
+        chunk_tokens: int,
+        decode_steps: int,
+        prefix_cache: bool,
+        version: int = 0,
     ):
         self.pool, self.slots = pool, slots
         self.chunk_tokens, self.decode_steps, self.prefix_cache = chunk_tokens, decode_steps, prefix_cache
@@ -122,7 +129,7 @@ class Scheduler:
         return bool(self.running or self.waiting)
 
     def schedule(self) -> Plan | None:
-        """Decides the next step and takes its pages; None when nothing can run (no work, or only new work not admitted)."""
+        """Decides the next step and takes its pages; None when nothing can run: no work, or only work not admitted."""
         plan = self._plan()
         if plan is None and self._holding and (self.running or self._next_waiting()):
             while self._release_hold():  # all room lies in prompt pages kept for later samples: those recompute instead
@@ -137,12 +144,16 @@ class Scheduler:
         decoding = [s for s in self.running if s.decodes]
         plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [])
         budget = self.chunk_tokens
-        pressed = self.stats.preemptions > preemptions
+        open_ = self.stats.preemptions == preemptions  # nobody takes pages before those who are short of them
         for sample in self.running:
-            if not sample.attached and (pressed or not self._may_attach(sample, budget) or not self._attach(sample, plan)):
+            if sample.decodes:
                 continue
+            if not sample.attached:
+                if not open_ or not self._may_attach(sample, budget):
+                    continue
+                open_ = self._attach(sample, plan)
             budget -= self._add_chunk(sample, plan, budget)
-        while not pressed and budget > 0 and len(self.slots) and (sample := self._next_waiting()):
+        while open_ and budget > 0 and len(self.slots) and (sample := self._next_waiting()):
             self.slots.take(sample)
             if self._may_attach(sample, budget) and not self._attach(sample, plan):
                 self.slots.give_back(sample)
@@ -162,7 +173,7 @@ class Scheduler:
         return None
 
     def _add_chunk(self, sample: Sample, plan: Plan, budget: int) -> int:
-        if not sample.attached or sample.decodes or budget <= 0:
+        if not sample.attached or budget <= 0:
             return 0
         count = min(budget, sample.remaining)
         plan.chunks.append(Chunk(sample, sample.computed, count))
@@ -311,7 +322,9 @@ class Scheduler:
             sample.computed = end
             if not request.scored:
                 stop = min(end, sample.prompt_len - 1)
-                request.prompt_logprobs[chunk.start + 1 : stop + 1] = result.prompt_logprobs_T[row : row + stop - chunk.start]
+                request.prompt_logprobs[chunk.start + 1 : stop + 1] = result.prompt_logprobs_T[
+                    row : row + stop - chunk.start
+                ]
                 request.scored = end >= sample.prompt_len - 1
             row += chunk.count
             self.stats.prefill_rows += chunk.count
@@ -396,7 +409,9 @@ class Scheduler:
         holders: Iterable = [s.pages for s in self.running] + [r.held for r in self._holding.values()]
         self.pool.check(holders)
         for sample in self.running:
-            assert sample.slot >= 0 and (sample.attached or not sample.pages), f"sample {sample.request.id}/{sample.index}"
+            assert sample.slot >= 0 and (sample.attached or not sample.pages), (
+                f"sample {sample.request.id}/{sample.index}"
+            )
         for sample in self.waiting:
             assert sample.slot < 0 and not sample.pages, f"sample {sample.request.id}/{sample.index}"
         assert len({s.slot for s in self.running}) == len(self.running), "two samples share a slot"

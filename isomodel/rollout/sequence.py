@@ -20,10 +20,10 @@ class Request:
       stop_ids: token ids that end a sample.
       samples: the n samples, in order.
       leader: the sample that computes the prompt now, while others wait to fork from its pages.
-      held: pages of the whole prompt's keys and values, referenced here until every sample has forked; None if not held.
+      held: pages of the whole prompt's keys and values, referenced here until every sample has forked; else None.
       unattached: live samples that have no pages now.
       prompt_keys: names of the prompt's full pages under the weights of now.
-      prompt_logprobs: float32 [prompt_len] when asked for (entry 0 is NaN: nothing predicts the first token), else None.
+      prompt_logprobs: float32 [prompt_len] when asked for (entry 0 is NaN: nothing predicts the first token); or None.
       scored: prompt_logprobs are complete.
     """
 
@@ -37,7 +37,14 @@ class Request:
         stop_ids: frozenset[int] = frozenset(),
         decode=None,
     ):
-        self.id, self.prompt, self.params, self.seed, self.limit, self.stop_ids = id, prompt, params, seed, limit, stop_ids
+        self.id, self.prompt, self.params, self.seed, self.limit, self.stop_ids = (
+            id,
+            prompt,
+            params,
+            seed,
+            limit,
+            stop_ids,
+        )
         self.leader: Sample | None = None
         self.held: list[int] | None = None
         self.prompt_keys: list[Key] = []
@@ -121,7 +128,9 @@ class Sample:
         self.logits.clear()
         self._new_text()
 
-    def accept(self, tokens: np.ndarray, logprobs: np.ndarray, truncated: np.ndarray, version: int, logits=None) -> None:
+    def accept(
+        self, tokens: np.ndarray, logprobs: np.ndarray, truncated: np.ndarray, version: int, logits=None
+    ) -> None:
         """Appends sampled tokens up to the one that ends the sample, and sets `finish_reason` if one does.
 
         Args:

@@ -20,7 +20,9 @@ EMPTY = -1
 
 
 def next_token(history, key) -> int:
-    digest = hashlib.blake2b(np.asarray(history, np.int32).tobytes() + np.asarray(key).tobytes(), digest_size=4).digest()
+    digest = hashlib.blake2b(
+        np.asarray(history, np.int32).tobytes() + np.asarray(key).tobytes(), digest_size=4
+    ).digest()
     return int.from_bytes(digest, "little") % VOCAB
 
 
@@ -83,9 +85,7 @@ def expected(request: Request, index: int) -> list[int]:
 def make(num_pages=64, page_size=4, max_seqs=8, chunk_tokens=16, decode_steps=4, prefix_cache=True, width=64):
     pool = PagePool(num_pages, page_size)
     slots = SlotTable(max_seqs, width)
-    scheduler = Scheduler(
-        pool, slots, chunk_tokens=chunk_tokens, decode_steps=decode_steps, prefix_cache=prefix_cache
-    )
+    scheduler = Scheduler(pool, slots, chunk_tokens=chunk_tokens, decode_steps=decode_steps, prefix_cache=prefix_cache)
     return scheduler, FakeRunner(scheduler)
 
 

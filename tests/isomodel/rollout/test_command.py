@@ -1,8 +1,7 @@
-"""`isomodel generate` on a tiny model folder: prompts in, JSONL out; whatever is wrong is named and nothing is written."""
+"""`isomodel generate` on a tiny model folder: prompts in, JSONL out; what is wrong is named and nothing is written."""
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import os
@@ -13,13 +12,15 @@ import pytest
 import tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from isomodel import tokenizer, weights
-from isomodel.rollout import SamplingParams, command
+from isomodel import cli, tokenizer, weights
+from isomodel.rollout import SamplingParams
 from tests.isomodel.rollout import tiny
 
 TEMPLATE = (
-    "{% for m in messages %}{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}"
-    "{% endif %}<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>{% endfor %}<|im_start|>{{ mood | default('') }}assistant:"
+    "{% for m in messages %}"
+    "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}{% endif %}"
+    "<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>"
+    "{% endfor %}<|im_start|>{{ mood | default('') }}assistant:"
 )
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -41,10 +42,7 @@ def folder(tmp_path_factory):
 
 
 def run(*words) -> int:
-    parser = argparse.ArgumentParser(prog="isomodel")
-    command.add_commands(parser.add_subparsers(required=True))
-    args = parser.parse_args(["generate", *map(str, words)])
-    return args.run(args)
+    return cli.main(["generate", *map(str, words)])
 
 
 def read(path):
@@ -110,7 +108,7 @@ def test_raw_system_and_template_arguments(folder, capsys):
     assert prompt_text("--system", "Be kind", "--template-arg", "mood=happy ") == (
         "<|im_start|>system:Be kind<|im_end|><|im_start|>user:Hi<|im_end|><|im_start|>happy assistant:"
     )
-    assert run(folder, "--prompt", "Hi", "--raw", "--system", "x") == 1
+    assert run(folder, "--prompt", "Hi", "--raw", "--system", "x") == 2
     assert "--raw switches it off" in capsys.readouterr().err
 
 
@@ -148,7 +146,7 @@ BAD_LINES = [
 @pytest.mark.parametrize(("line", "message"), BAD_LINES, ids=lambda x: str(x)[:30])
 def test_a_bad_line_is_named_and_nothing_is_written(folder, tmp_path, capsys, line, message):
     source = write(tmp_path / "in.jsonl", line, {"prompt": "fine"}, line)
-    assert run(folder, "--input", source, "--output", tmp_path / "out.jsonl", *SMALL) == 1
+    assert run(folder, "--input", source, "--output", tmp_path / "out.jsonl", *SMALL) == 2
     error = capsys.readouterr().err
     assert re.search(message, error) and re.search(message.replace("line 1", "line 3"), error) and "line 2" not in error
     assert [p.name for p in tmp_path.iterdir()] == ["in.jsonl"]
@@ -158,7 +156,7 @@ def test_files_that_cannot_be_used(folder, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
 
     def fails(*words) -> str:
-        assert run(*words) == 1
+        assert run(*words) == 2
         assert not out.exists() and not list(tmp_path.glob(".*"))
         return capsys.readouterr().err
 
@@ -181,7 +179,7 @@ def test_files_that_cannot_be_used(folder, tmp_path, capsys):
 def test_an_old_output_survives_an_error_and_is_replaced_by_a_success(folder, tmp_path, capsys):
     out = tmp_path / "out.jsonl"
     out.write_text("old")
-    assert run(folder, "--prompt", "a", "--output", out, "--max-model-len", 5) == 1
+    assert run(folder, "--prompt", "a", "--output", out, "--max-model-len", 5) == 2
     assert out.read_text() == "old"
     assert run(folder, "--prompt", "a", "--output", out, *SMALL) == 0
     assert len(read(out)) == 1
@@ -195,5 +193,5 @@ def test_a_full_disk(folder, tmp_path, capsys, monkeypatch):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    assert run(folder, "--prompt", "a", "--output", tmp_path / "out.jsonl", *SMALL) == 1
+    assert run(folder, "--prompt", "a", "--output", tmp_path / "out.jsonl", *SMALL) == 2
     assert "No space left on device" in capsys.readouterr().err and not list(tmp_path.iterdir())

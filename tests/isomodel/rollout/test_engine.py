@@ -1,4 +1,4 @@
-"""The engine as a user meets it: errors before anything is scheduled, what ends a completion, nothing compiles later."""
+"""The engine as a user meets it: errors before anything is scheduled, what ends a completion, no late compilation."""
 
 from __future__ import annotations
 

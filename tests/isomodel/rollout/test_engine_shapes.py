@@ -1,4 +1,4 @@
-"""Sizes that a user picks reach no bit: page size, length of the decode loop; and what another dtype or numerics does."""
+"""Sizes that a user picks reach no bit: page size, length of the decode loop; and what other numerics do."""
 
 from __future__ import annotations
 

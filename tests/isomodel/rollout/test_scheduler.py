@@ -98,7 +98,11 @@ def test_samples_of_one_prompt_share_its_pages(prompt_len, prefix_cache):
 def test_a_later_request_finds_the_pages_of_an_earlier_one():
     for cache in (True, False):
         scheduler, runner = make(prefix_cache=cache)
-        first, second, whole = request("a", range(13)), request("bb", list(range(12)) + [40, 41]), request("ccc", range(12))
+        first, second, whole = (
+            request("a", range(13)),
+            request("bb", list(range(12)) + [40, 41]),
+            request("ccc", range(12)),
+        )
         for r in (first, second, whole):
             scheduler.add(r)
             drain(scheduler, runner)
@@ -116,6 +120,23 @@ def test_preempted_samples_come_back():
     drain(scheduler, runner)
     assert scheduler.stats.preemptions > 0
     assert_as_alone(requests)
+    assert_no_leak(scheduler)
+
+
+def test_a_sample_that_resumes_with_all_but_its_newest_token_cached():
+    scheduler, runner = make()
+    r = request("a", range(6), new=14)
+    scheduler.add(r)
+    sample = r.samples[0]
+    scheduler.decode_steps = 1
+    while sample.count != 13:
+        step(scheduler, runner)
+    scheduler._preempt(sample)
+    plan = scheduler.schedule()
+    assert sample.computed == 12 and [(c.start, c.count) for c in plan.chunks] == [(12, 1)]
+    scheduler.update(plan, runner.run(plan))
+    drain(scheduler, runner)
+    assert_as_alone([r])
     assert_no_leak(scheduler)
 
 
@@ -239,7 +260,7 @@ WORK = st.tuples(
 )
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=200, deadline=None, derandomize=True)
 @given(
     work=st.lists(WORK, min_size=1, max_size=7),
     pages=st.integers(7, 24),
@@ -250,9 +271,7 @@ WORK = st.tuples(
     events=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["abort", "restart", "keep"])), max_size=3),
 )
 def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, events):
-    scheduler, runner = make(
-        num_pages=pages, chunk_tokens=chunk, decode_steps=steps, max_seqs=seqs, prefix_cache=cache
-    )
+    scheduler, runner = make(num_pages=pages, chunk_tokens=chunk, decode_steps=steps, max_seqs=seqs, prefix_cache=cache)
     requests, aborted, now = [], set(), 0
     arrivals = {}
     for i, (length, family, n, new, at) in enumerate(work):

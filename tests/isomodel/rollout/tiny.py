@@ -52,13 +52,17 @@ def params(seed: int = 0, cfg: ModelConfig = CONFIG, numerics: Numerics = BF16) 
     return jax.block_until_ready(cast_params(masters, numerics.dtype))
 
 
-def engine(weights: Params | None = None, cfg: ModelConfig = CONFIG, numerics: Numerics = BF16, tokenizer=None, **changes) -> Engine:
+def engine(
+    weights: Params | None = None, cfg: ModelConfig = CONFIG, numerics: Numerics = BF16, tokenizer=None, **changes
+) -> Engine:
     """An engine of ENGINE's sizes with `changes`; programs compile when first used."""
     weights = params(0, cfg, numerics) if weights is None else weights
     return Engine(cfg, weights, numerics, dataclasses.replace(ENGINE, **changes), tokenizer=tokenizer, warmup=False)
 
 
-def prompts(count: int, seed: int = 0, low: int = 3, high: int = 60, vocab: int = CONFIG.vocab_size) -> list[np.ndarray]:
+def prompts(
+    count: int, seed: int = 0, low: int = 3, high: int = 60, vocab: int = CONFIG.vocab_size
+) -> list[np.ndarray]:
     """Random prompts of random lengths."""
     rng = np.random.default_rng(seed)
     return [rng.integers(0, vocab, rng.integers(low, high + 1)).astype(np.int32) for _ in range(count)]
@@ -105,7 +109,7 @@ def seeded(count: int, **changes) -> list[SamplingParams]:
 
 @functools.cache
 def work() -> tuple[list[np.ndarray], list[SamplingParams], list[Completion]]:
-    """12 prompts, their sampling parameters, and each one's completion alone. Two prompts are longer than a KV block."""
+    """12 prompts, two longer than a KV block, their sampling parameters, and each one's completion alone."""
     texts = [*prompts(10), *prompts(2, seed=1, low=120, high=140)]
     sampling = seeded(len(texts))
     return texts, sampling, [alone(p, s) for p, s in zip(texts, sampling, strict=True)]
