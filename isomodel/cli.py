@@ -89,7 +89,14 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             subparsers.add_parser(name, help=help_)
     for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
         entry.load()(subparsers)
-    return parser.parse_args(argv)
+    args, rest = parser.parse_known_args(argv)
+    # argparse takes a list of positionals in one piece only; overrides may stand behind an option too.
+    unknown = [word for word in rest if word.startswith("-") or not hasattr(args, "overrides")]
+    if unknown:
+        subparsers.choices[args.command].error(f"unrecognized arguments: {' '.join(unknown)}")
+    if rest:
+        args.overrides = [*args.overrides, *rest]
+    return args
 
 
 if __name__ == "__main__":
