@@ -172,8 +172,11 @@ class Engine:
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
         ids = self._prompt_ids(prompt)
         limit = self._limit(ids, params)
-        request_id = str(self._requests_taken) if request_id is None else str(request_id)
-        if request_id in self._requests:
+        if request_id is None:
+            request_id = str(self._requests_taken)
+            while request_id in self._requests:  # someone chose that name
+                request_id += "'"
+        elif request_id in self._requests:
             raise ValueError(f"a request named {request_id!r} is running already")
         seed = assigned_seed(self.config.seed, self._requests_taken) if params.seed is None else int(params.seed)
         stop_ids = frozenset(params.stop_token_ids) | frozenset(() if params.ignore_eos else self.cfg.eos_token_ids)

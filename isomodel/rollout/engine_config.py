@@ -6,6 +6,7 @@ import dataclasses
 
 import jax.numpy as jnp
 
+from isomodel.batch import NO_SLOT
 from isomodel.config import ModelConfig
 from isomodel.rollout.pages import KV_BLOCK
 
@@ -82,7 +83,7 @@ class EngineConfig:
         """The same with nothing left open for this model: sizes and buckets are numbers, kv_memory is None.
 
         Raises:
-          ValueError: max_model_len is beyond the model's positions, or the memory holds no page.
+          ValueError: max_model_len is beyond the model's positions, the memory holds no page, or the pages are too many.
         """
         max_len = self.max_model_len or min(2048, cfg.max_positions)
         if max_len > cfg.max_positions:
@@ -98,6 +99,8 @@ class EngineConfig:
                 raise ValueError(f"engine: kv_memory={self.kv_memory} bytes hold no page of {page_bytes} bytes")
         elif num_pages is None:
             num_pages = max(per_seq, min(self.max_seqs * per_seq, DEFAULT_KV_MEMORY // page_bytes))
+        if num_pages * self.page_size >= NO_SLOT:
+            raise ValueError(f"engine: {num_pages} pages of {self.page_size} are more than {NO_SLOT - 1} positions")
         most_rows = self.max_seqs + self.chunk_tokens
         return dataclasses.replace(
             self,

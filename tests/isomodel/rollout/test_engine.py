@@ -91,6 +91,11 @@ def test_text_needs_a_tokenizer():
 
 
 def test_names(engine):
+    taken = str(engine.stats().requests + 1)
+    engine.add_request([1], GREEDY, taken)
+    (beside,) = engine.generate([[2]], GREEDY)
+    assert beside.request_id == taken + "'", "an assigned name keeps clear of a chosen one"
+    drain(engine)
     engine.add_request([1], GREEDY, "mine")
     with pytest.raises(ValueError, match="'mine' is running already"):
         engine.add_request([2], GREEDY, "mine")
@@ -278,7 +283,8 @@ def test_the_contract_of_an_engine_is_that_of_the_model():
         (dict(seq_buckets=(4, 2)), "seq_buckets=.* rising order"),
         (dict(max_model_len=1), "no room"),
         (dict(max_model_len=513), "the model has 512 positions"),
-        (dict(kv_memory=100), "hold no page of 4096 bytes|hold no page of"),
+        (dict(kv_memory=100), "hold no page of 8192 bytes"),
+        (dict(num_pages=2**26), "more than 1073741823 positions"),
     ],
     ids=str,
 )
