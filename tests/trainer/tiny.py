@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import functools
+import json
+import pathlib
+from typing import Any
 
 import numpy as np
+import tokenizers
 
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.specs import init_params
-from trainer.config import ObjectiveSection, OptimizerSection
+from isomodel.yaml_config import from_mapping
+from trainer.config import ObjectiveSection, OptimizerSection, TrainConfig
 from trainer.packing import Bucket, pack
 from trainer.step import TrainState, TrainStep
 from trainer.trajectory import Segment, Trajectory
@@ -79,3 +84,45 @@ def rescored(train_step: TrainStep, train_state: TrainState, given: list[Traject
                 )
             )
     return out
+
+
+def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
+    """A tokenizer of single characters: 0 pad, 1 end, then digits and signs."""
+    vocab = {"<pad>": 0, "<eos>": 1} | {c: i + 2 for i, c in enumerate("0123456789+-*=><#? ")}
+    fast = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="?"))
+    fast.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    fast.decoder = tokenizers.decoders.Fuse()
+    fast.add_special_tokens(["<pad>", "<eos>"])
+    folder.mkdir(parents=True, exist_ok=True)
+    fast.save(str(folder / "tokenizer.json"))
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "pad_token": "<pad>", "eos_token": "<eos>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def run_config(folder: pathlib.Path, **overrides: Any) -> TrainConfig:
+    """A run of a few seconds: tiny model, digits to copy. `overrides` as on the command line, dots as "__"."""
+    config = {
+        "name": "run",
+        "run_dir": str(folder / "runs"),
+        "model": {"config": CONFIG.to_hf(), "tokenizer": str(tokenizer_folder(folder / "tokenizer"))},
+        "data": {
+            "source": "task:copy",
+            "params": {"length": 2},
+            "size": 64,
+            "held_out": 8,
+            "chat_template": False,
+            "max_prompt_tokens": 4,
+        },
+        "rollout": {
+            "prompts_per_step": 4,
+            "samples_per_prompt": 4,
+            "max_tokens": 6,
+            "engine": {"max_seqs": 16, "chunk_tokens": 48, "decode_steps": 6},
+        },
+        "optimizer": {"lr": 1e-3},
+        "train": {"steps": 4, "microbatch_tokens": 64, "remat": False},
+        "checkpoint": {"every": 2},
+        "log": {"tensorboard": False},
+    }
+    return from_mapping(TrainConfig, config, [f"{k.replace('__', '.')}={v}" for k, v in overrides.items()])
