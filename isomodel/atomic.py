@@ -37,7 +37,7 @@ def new_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]
             _flush(path)
         _flush(temporary)
         _refuse_existing(target, overwrite)
-        if target.is_dir() and any(target.iterdir()):
+        if overwrite and target.is_dir() and any(target.iterdir()):
             old = target.parent / f".{target.name}.old-{suffix}"
             target.rename(old)
             temporary.rename(target)

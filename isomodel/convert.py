@@ -34,7 +34,7 @@ def convert(
       FileExistsError, OSError: as `weights.save`.
     """
     source = Path(source)
-    metadata = None
+    metadata, rebuilt = {}, None
     if source.is_dir():
         cfg = ModelConfig.load(source)
         tensors = weights.open_safetensors(source)
@@ -43,11 +43,13 @@ def convert(
     else:
         file = gguf_file.GGUFFile(source)
         cfg, tensors, dtype = file.config, file.tensors(), dtype or "bfloat16"
-        metadata = file.metadata if tokenizer is None else None
+        metadata = file.metadata
+        if tokenizer is None:
+            rebuilt = gguf_tokenizer.build(metadata, str(source))
 
     def also(temporary: Path) -> None:
-        if metadata is not None:
-            gguf_tokenizer.write(temporary, metadata, cfg.max_positions, str(source))
+        if rebuilt is not None:
+            gguf_tokenizer.write(temporary, rebuilt, metadata, cfg.max_positions)
         sizes = {path.name: path.stat().st_size for path in sorted(temporary.iterdir())}
         for name, note in (notes or {}).items():
             weights.write_json(temporary / name, {**note, "files": sizes})

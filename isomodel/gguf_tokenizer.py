@@ -76,14 +76,13 @@ def build(metadata: Mapping[str, Any], source: str) -> Tokenizer:
     return tokenizer
 
 
-def write(folder: Path, metadata: Mapping[str, Any], max_length: int, source: str) -> None:
+def write(folder: Path, tokenizer: Tokenizer, metadata: Mapping[str, Any], max_length: int) -> None:
     """Writes tokenizer.json and tokenizer_config.json, the chat template in the latter.
 
     Args:
+      tokenizer: what `build` made of `metadata`.
       max_length: `model_max_length`, in tokens.
     """
-    tokens = metadata.get("tokenizer.ggml.tokens", [])
-    tokenizer = build(metadata, source)
     tokenizer.save(str(folder / "tokenizer.json"))
     # Not the model's historical class (GPT2Tokenizer, ...): transformers 5 would rebuild that class's own splits
     # and drop the ones in tokenizer.json.
@@ -96,7 +95,7 @@ def write(folder: Path, metadata: Mapping[str, Any], max_length: int, source: st
     for ours, theirs in (("bos", "bos"), ("eos", "eos"), ("unk", "unknown"), ("pad", "padding")):
         token_id = metadata.get(f"tokenizer.ggml.{theirs}_token_id")
         if token_id is not None:
-            config[f"{ours}_token"] = tokens[token_id]
+            config[f"{ours}_token"] = metadata["tokenizer.ggml.tokens"][token_id]
     if "tokenizer.chat_template" in metadata:
         config["chat_template"] = metadata["tokenizer.chat_template"]
     write_json(folder / "tokenizer_config.json", config)

@@ -89,14 +89,13 @@ class Tokenizer:
           **template_args: passed to the template (`enable_thinking=False`, `tools=[...]`, ...).
 
         Raises:
-          TokenizerError: the folder has no template, or the template refuses the messages.
+          TokenizerError: the folder has no template, a message has no role or content, or the template refuses them.
         """
         if not self.has_chat_template:
             raise TokenizerError(f"{self.folder} has no chat template; give plain prompts, or add chat_template.jinja")
-        malformed = [i for i, m in enumerate(messages) if not isinstance(m, Mapping) or "role" not in m]
-        if malformed or not messages:
-            where = f"message {malformed[0]} has none" if malformed else "there are no messages"
-            raise TokenizerError(f"a chat is a list of messages with a role each; {where}")
+        faults = [f"message {i} {fault}" for i, m in enumerate(messages) if (fault := _message_fault(m))]
+        if faults or not messages:
+            raise TokenizerError("this is not a chat: " + ("; ".join(faults) or "there are no messages"))
         try:
             return self.hf.apply_chat_template(
                 [dict(message) for message in messages],
@@ -115,6 +114,17 @@ class Tokenizer:
         """Token ids of a conversation: `render_chat`, then `encode` without adding anything."""
         text = self.render_chat(messages, add_generation_prompt=add_generation_prompt, **template_args)
         return self.encode(text, add_special_tokens=False)
+
+
+def _message_fault(message: Any) -> str | None:
+    """Templates write nothing, or "None", for what is missing; so it is looked for here."""
+    if not isinstance(message, Mapping):
+        return f"is {message!r}, not an object with role and content"
+    if not message.get("role"):
+        return "has no role"
+    if message.get("content") is None and not message.get("tool_calls"):
+        return "has neither content nor tool_calls"
+    return None
 
 
 def _load_fast(folder: str):
