@@ -5,12 +5,14 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 import struct
 from typing import Any
 
 import ml_dtypes
 import numpy as np
 
+_HEX_FLOAT = re.compile(r"-?0x[01]\.[0-9a-f]+p[+-]\d+")
 _FLOATS = {"f64": np.float64, "f32": np.float32, "bf16": ml_dtypes.bfloat16, "f16": np.float16}
 
 
@@ -56,7 +58,7 @@ def readable(value: Any) -> str:
         if name in _FLOATS and bits and all(c in "0123456789abcdef" for c in bits):
             number = np.frombuffer(bytes.fromhex(bits)[::-1], _FLOATS[name])[0]
             return f"{number.item()!r} ({value})"
-        if value.startswith(("0x", "-0x")) and "p" in value:  # float.hex, as the ops write their constants
+        if _HEX_FLOAT.fullmatch(value):  # float.hex, as the ops write their constants
             number = float.fromhex(value)
             bits = struct.pack(">d", number).hex()
             return f"{number!r} ({value})" if math.isfinite(number) else f"{number!r} (f64:{bits})"

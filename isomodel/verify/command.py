@@ -1,0 +1,82 @@
+"""`isomodel verify MODEL`: runs the gates and prints their table; exit 1 on any differing bit."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+
+import rich.console
+import rich.table
+
+from isomodel import fetch, weights
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.verify import gates
+from isomodel.verify.subject import GateResult, Subject
+from pallas_kernels import environment
+
+
+def add_commands(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `verify` to the command line; it sets `run`, a function of the parsed arguments that returns the exit code."""
+    parser = subparsers.add_parser("verify", help="run the bit gates on a model; exit 1 on any differing bit")
+    parser.add_argument("model", help="Hugging Face folder, a name that `isomodel fetch` knows, or a hub id")
+    parser.add_argument("--numerics", choices=environment.MODES, default="iso", help="native is expected to fail")
+    parser.add_argument("--backend", choices=("auto", "reference", "hopper"), default="auto")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
+    parser.add_argument("--tokens", type=int, default=8, help="tokens sampled for each prompt (default: 8)")
+    parser.add_argument("--json", metavar="FILE", help="write the results there too")
+    parser.add_argument("--digest", action="store_true", help="only print a hash of what the model samples here")
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Runs the gates on args.model; returns 1 if one fails."""
+    environment.use(args.numerics)
+    numerics = Numerics(args.numerics, args.backend, args.dtype)
+    numerics.impl  # noqa: B018  (refuses a backend that cannot serve before anything is loaded)
+    if args.tokens < 2:
+        raise ValueError(f"--tokens {args.tokens}: a gate needs at least 2 sampled tokens")
+    folder = fetch.resolve(args.model)
+    cfg = ModelConfig.load(folder)
+    subject = Subject(cfg, numerics, weights.load(folder, cfg, args.dtype), tokens=args.tokens)
+    if args.digest:
+        print(gates.digest(subject))
+        return 0
+    same = [str(folder), "--numerics", args.numerics, "--backend", args.backend, "--dtype", args.dtype]
+    command = gates.second_process([*same, "--tokens", str(args.tokens)])
+    results = list(run_gates(subject, command, lambda r, s: print(f"{_mark(r)} {r.gate} ({s:.0f} s)", file=sys.stderr)))
+    print_table(results, rich.console.Console())
+    if args.json:
+        with open(args.json, "w", encoding="utf-8") as f:
+            json.dump([vars(r) | {"passed": r.passed} for r in results], f, indent=1)
+    return int(not all(r.passed for r in results))
+
+
+def run_gates(subject: Subject, command: list[str] | None = None, done=lambda result, seconds: None):
+    """Yields each gate's result; `done` is called with it and its seconds. Without `command`, no second process."""
+    run_one = [lambda gate=gate: gate(subject) for gate in gates.ALL]
+    if command:
+        run_one.append(lambda: gates.fresh_process(subject, command))
+    for gate in run_one:
+        start = time.perf_counter()
+        result = gate()
+        done(result, time.perf_counter() - start)
+        yield result
+
+
+def _mark(result: GateResult) -> str:
+    return "pass" if result.passed else "FAIL"
+
+
+def print_table(results: list[GateResult], console: rich.console.Console) -> None:
+    """One row a gate, and a line that says whether all passed."""
+    table = rich.table.Table(header_style="bold")
+    for heading in ("gate", "claim", "values", "differ", "max |dlogprob|", "hazard", ""):
+        table.add_column(heading, justify="right" if heading in ("values", "differ") else "left")
+    for r in results:
+        table.add_row(r.gate, r.regime, f"{r.compared:,}", f"{r.differing:,}", f"{r.max_abs:.3g}", r.hazard, _mark(r))
+    console.print(table)
+    failed = sum(not r.passed for r in results)
+    console.print(f"{len(results)} gates: {len(results) - failed} passed, {failed} failed")
