@@ -19,7 +19,6 @@ import traceback
 from collections.abc import Callable, Sequence
 
 COMMANDS = {
-    "convert": ("isomodel.convert", "write a Hugging Face folder from a GGUF file or another folder"),
     "fetch": ("isomodel.fetch", "get a small model, converted to a Hugging Face folder"),
     "generate": ("isomodel.rollout.command", "sample completions of prompts, to JSON lines"),
     "convert": ("isomodel.convert", "make a Hugging Face folder from a GGUF file or another folder"),
