@@ -64,17 +64,12 @@ class TrainStep:
         remat: bool = False,
     ):
         self.cfg, self.numerics, self.objective, self.remat = cfg, numerics, objective, remat
-        self._optimizer = make_optimizer(optimizer, cfg)
+        self._optimizer = _Optimizer(cfg, numerics.dtype, optimizer)
         self._schedule = schedule(optimizer)
-        self._init = jax.jit(self._initial)
 
     def init(self, masters: Params) -> TrainState:
         """State before the first optimizer step; `masters` in fp32 are copied."""
-        return self._init(masters)
-
-    def _initial(self, masters: Params) -> TrainState:
-        masters = {name: w.astype(jnp.float32) for name, w in masters.items()}
-        return TrainState(masters, self._optimizer.init(masters), cast_params(masters, self.numerics.dtype))
+        return jax.jit(self._optimizer.initial)(masters)
 
     def restore(self, masters: Params, optimizer: optax.OptState) -> TrainState:
         """State out of what a checkpoint keeps: the compute copy is made again, by the same rounding."""
@@ -82,22 +77,11 @@ class TrainStep:
 
     def abstract_state(self) -> TrainState:
         """Shapes and dtypes of the state."""
-        return jax.eval_shape(self._initial, _abstract_weights(self.cfg, jnp.float32))
-
-    @functools.cached_property
-    def _programs(self) -> tuple[Callable, Callable, Callable]:
-        """(zeros like the masters, norm of a gradient, optimizer step), compiled."""
-        state = self.abstract_state()
-        zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like)).lower(state.masters)
-        norm = jax.jit(optax.tree.norm).lower(state.masters)
-        # Old masters, moments and gradients give their memory to the new ones. The old compute copy stays: the engine
-        # reads it until it is given the new one.
-        apply = jax.jit(self._updated, donate_argnums=(0, 1, 2)).lower(state.masters, state.optimizer, state.masters)
-        return zeros.compile(), norm.compile(), apply.compile()
+        return self._optimizer.abstract_state()
 
     def zero_gradients(self, state: TrainState) -> Params:
         """fp32 zeros, to accumulate into."""
-        zeros, _, _ = self._programs
+        zeros, _, _ = _optimizer_programs(self._optimizer)
         return zeros(state.masters)
 
     def accumulate(
@@ -132,7 +116,7 @@ class TrainStep:
         Raises:
           NonFiniteGradient: nothing was updated, the state is as it was.
         """
-        _, norm, run = self._programs
+        _, norm, run = _optimizer_programs(self._optimizer)
         grad_norm = float(norm(gradients))
         if not np.isfinite(grad_norm):
             bad = [name for name, g in gradients.items() if not bool(jnp.isfinite(g).all())]
@@ -142,11 +126,6 @@ class TrainStep:
             )
         masters, optimizer, params = run(state.masters, state.optimizer, gradients)
         return TrainState(masters, optimizer, params), {"grad_norm": grad_norm, "lr": float(self._schedule(updates))}
-
-    def _updated(self, masters, optimizer, gradients):
-        changes, optimizer = self._optimizer.update(gradients, optimizer, masters)
-        masters = optax.apply_updates(masters, changes)
-        return masters, optimizer, cast_params(masters, self.numerics.dtype)
 
     def compile(self, buckets: Sequence[Bucket], *, score: bool, progress: Callable[[str], None] = lambda name: None) -> int:
         """Compiles the optimizer step, and forward and backward (and scoring, where asked for) of every bucket; returns how
@@ -161,12 +140,12 @@ class TrainStep:
             progress(f"{name} {program.bucket.rows} x {program.bucket.sequences}")
             _compiled(program)
         progress("optimizer")
-        _ = self._programs
+        _optimizer_programs(self._optimizer)
         return len(todo) + 1
 
     def traces(self, bucket: Bucket) -> Mapping[str, Callable[[], Any]]:
         """{case: function that traces what this trainer runs in it}, for `contract.derive`."""
-        return {"remat" if self.remat else "train": self._train(bucket).lower, "score": self._scoring(bucket).lower}
+        return {"remat" if self.remat else "train": self._train(bucket).trace, "score": self._scoring(bucket).trace}
 
     def _train(self, bucket: Bucket) -> _Train:
         o = self.objective
@@ -174,6 +153,39 @@ class TrainStep:
 
     def _scoring(self, bucket: Bucket) -> _Score:
         return _Score(self.cfg, self.numerics, bucket)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Optimizer:
+    """AdamW on the masters; everything that its programs depend on."""
+
+    cfg: ModelConfig
+    dtype: jnp.dtype
+    section: OptimizerSection
+
+    def initial(self, masters: Params) -> TrainState:
+        masters = {name: w.astype(jnp.float32) for name, w in masters.items()}
+        return TrainState(masters, make_optimizer(self.section, self.cfg).init(masters), cast_params(masters, self.dtype))
+
+    def updated(self, masters: Params, optimizer: optax.OptState, gradients: Params):
+        changes, optimizer = make_optimizer(self.section, self.cfg).update(gradients, optimizer, masters)
+        masters = optax.apply_updates(masters, changes)
+        return masters, optimizer, cast_params(masters, self.dtype)
+
+    def abstract_state(self) -> TrainState:
+        return jax.eval_shape(self.initial, _abstract_weights(self.cfg, jnp.float32))
+
+
+@functools.cache
+def _optimizer_programs(optimizer: _Optimizer) -> tuple[Callable, Callable, Callable]:
+    """(zeros like the masters, norm of a gradient, optimizer step), compiled once a process."""
+    state = optimizer.abstract_state()
+    zeros = jax.jit(functools.partial(jax.tree.map, jnp.zeros_like)).lower(state.masters)
+    norm = jax.jit(optax.tree.norm).lower(state.masters)
+    # Old masters, moments and gradients give their memory to the new ones. The old compute copy stays: the engine reads
+    # it until it is given the new one.
+    apply = jax.jit(optimizer.updated, donate_argnums=(0, 1, 2)).lower(state.masters, state.optimizer, state.masters)
+    return zeros.compile(), norm.compile(), apply.compile()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -196,8 +208,9 @@ class _Score:
     def weights(self, dtype) -> dict[str, jax.ShapeDtypeStruct]:
         return _abstract_weights(self.cfg, dtype)
 
-    def lower(self):
-        return jax.jit(self.logprobs).lower(self.weights(self.numerics.dtype), abstract_micro(self.bucket))
+    def trace(self):
+        """jax.stages.Traced of the program."""
+        return jax.jit(self.logprobs).trace(self.weights(self.numerics.dtype), abstract_micro(self.bucket))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,17 +240,17 @@ class _Train(_Score):
         new, (logprobs_T, stats) = jax.grad(objective, has_aux=True)(masters)
         return jax.tree.map(jnp.add, gradients, new), logprobs_T, stats
 
-    def lower(self):
+    def trace(self):
         masters, params = self.weights(jnp.float32), self.weights(self.numerics.dtype)
         ref_T = jax.ShapeDtypeStruct((self.bucket.rows,), jnp.float32) if self.kl_coef else None
         run = jax.jit(self.accumulate, donate_argnums=0)
-        return run.lower(masters, masters, params, abstract_micro(self.bucket), ref_T)
+        return run.trace(masters, masters, params, abstract_micro(self.bucket), ref_T)
 
 
 @functools.cache
 def _compiled(program: _Score) -> Callable:
     """Compiles once a process: runs of equal shapes share their programs."""
-    return program.lower().compile()
+    return program.trace().lower().compile()
 
 
 def _abstract_weights(cfg: ModelConfig, dtype) -> dict[str, jax.ShapeDtypeStruct]:

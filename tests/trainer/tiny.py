@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import json
 import pathlib
@@ -10,6 +11,7 @@ from typing import Any
 import numpy as np
 import tokenizers
 
+from isomodel import contract as contracts
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.specs import init_params
@@ -84,6 +86,25 @@ def rescored(train_step: TrainStep, train_state: TrainState, given: list[Traject
                 )
             )
     return out
+
+
+@contextlib.contextmanager
+def contracts_derived_once():
+    """Runs of equal shapes in one process share their contract: tracing it again is most of a tiny run's start."""
+    derived: dict[str, contracts.Contract] = {}
+    original = contracts.derive
+
+    def derive(cfg, numerics, traces, *, deployment):
+        key = repr((cfg, numerics, sorted(traces), deployment))
+        if key not in derived:
+            derived[key] = original(cfg, numerics, traces, deployment=deployment)
+        return derived[key]
+
+    contracts.derive = derive
+    try:
+        yield
+    finally:
+        contracts.derive = original
 
 
 def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
