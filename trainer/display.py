@@ -33,7 +33,7 @@ class Display:
         """
         self._name, self._total, self._every = name, total_steps, every
         self._done = self._first = first_step
-        self._started = time.monotonic()
+        self._timed: tuple[int, float] | None = None  # a finished step and when it was; compilation lies before it
         self._console = rich.console.Console(file=file or sys.stdout, highlight=False, soft_wrap=True)
         self._live: rich.live.Live | None = None
         self._rows: list[dict[str, str]] = []
@@ -77,6 +77,7 @@ class Display:
     def step(self, row: Mapping[str, float]) -> None:
         """A finished step, as its row of metrics.jsonl."""
         self._done = int(row["step"])
+        self._timed = self._timed or (self._done, time.monotonic() - row["time/step_s"])
         cells = describe(row)
         if self._live is None:
             if self._done % self._every == 0 or self._done in (self._first + 1, self._total):
@@ -87,7 +88,8 @@ class Display:
         self._update(phase="")
 
     def _plain(self, cells: Mapping[str, str]) -> str:
-        pace = (time.monotonic() - self._started) / max(1, self._done - self._first)
+        step, since = self._timed
+        pace = (time.monotonic() - since) / (self._done - step + 1)
         left = _clock(pace * (self._total - self._done))
         width = len(str(self._total))
         body = "  ".join(f"{name} {cells[name]}" for name in COLUMNS[1:])
