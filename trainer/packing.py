@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import numpy as np
 
-from isomodel.batch import NO_SLOT, Batch, TrainPages
+from isomodel.batch import Batch, Rows, TrainPages, make_batch
 from trainer.trajectory import Trajectory
 
 
@@ -158,13 +158,7 @@ def pack(
 
 
 def _micro_batch(trajectories, advantages, weights, bucket: Bucket) -> MicroBatch:
-    T, S, P, page_size = bucket.rows, bucket.sequences, bucket.pages, bucket.page_size
-    tokens_T = np.zeros(T, np.int32)
-    positions_T = np.zeros(T, np.int32)
-    slots_T = np.full(T, NO_SLOT, np.int32)
-    q_start_S1 = np.zeros(S + 1, np.int32)
-    kv_len_S = np.zeros(S, np.int32)
-    page_table_SP = np.zeros((S, P), np.int32)
+    T, S, page_size = bucket.rows, bucket.sequences, bucket.page_size
     targets_T = np.zeros(T, np.int32)
     loss_mask_T = np.zeros(T, np.bool_)
     weight_T = np.zeros(T, np.float32)
@@ -172,18 +166,14 @@ def _micro_batch(trajectories, advantages, weights, bucket: Bucket) -> MicroBatc
     advantages_T = np.zeros(T, np.float32)
     inv_temp_T = np.ones(T, np.float32)
     sequence_T = np.full(T, S, np.int32)
-    row = page = 0
-    for s, (trajectory, advantage, weight) in enumerate(zip(trajectories, advantages, weights)):
+    sequences, row, page = [], 0, 0
+    for s, (trajectory, advantage, weight) in enumerate(zip(trajectories, advantages, weights, strict=True)):
         t = trajectory.flatten()
         n = len(t.token_ids) - 1
+        pages = -(-n // page_size)
+        sequences.append(Rows(t.token_ids, 0, n, range(page, page + pages)))
         at = slice(row, row + n)
         mask = t.loss_mask[1:]
-        tokens_T[at] = t.token_ids[:-1]
-        positions_T[at] = np.arange(n)
-        slots_T[at] = page * page_size + np.arange(n)
-        kv_len_S[s] = n
-        pages = -(-n // page_size)
-        page_table_SP[s, :pages] = np.arange(page, page + pages)
         targets_T[at] = t.token_ids[1:]
         loss_mask_T[at] = mask
         weight_T[at] = np.where(mask, np.float32(weight), np.float32(0))
@@ -191,11 +181,6 @@ def _micro_batch(trajectories, advantages, weights, bucket: Bucket) -> MicroBatc
         advantages_T[at] = np.float32(advantage)
         inv_temp_T[at] = t.inv_temp[1:]
         sequence_T[at] = s
-        row += n
-        page += pages
-        q_start_S1[s + 1] = row
-    q_start_S1[len(trajectories) + 1 :] = row
-    batch = Batch(tokens_T, positions_T, slots_T, q_start_S1, kv_len_S, page_table_SP)
-    return MicroBatch(
-        batch, targets_T, loss_mask_T, weight_T, old_logprobs_T, advantages_T, inv_temp_T, sequence_T
-    )
+        row, page = row + n, page + pages
+    batch = jax.device_get(make_batch(sequences, page_size, T=T, S=S, P=bucket.pages))
+    return MicroBatch(batch, targets_T, loss_mask_T, weight_T, old_logprobs_T, advantages_T, inv_temp_T, sequence_T)
