@@ -157,8 +157,15 @@ def _represent_float(dumper, value):
     return dumper.represent_scalar("tag:yaml.org,2002:float", text)
 
 
+def _represent_str(dumper, value):
+    # PyYAML writes these line breaks unescaped into single-quoted text, and reads them back as spaces.
+    style = '"' if re.search("[\x85\u2028\u2029]", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style)
+
+
 _Loader.add_constructor("tag:yaml.org,2002:int", _construct_int)
 _Dumper.add_representer(float, _represent_float)
+_Dumper.add_representer(str, _represent_str)
 
 
 @functools.cache
