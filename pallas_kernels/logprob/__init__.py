@@ -98,12 +98,17 @@ def logprob(
     return _iso(impl, x_TD, w.value, w.master, targets_T, inv_temp_T)
 
 
-def _chunks(*arrays_T):
-    """Arrays [T, ...] cut in chunks [n, CHUNK, ...], padded with zero rows."""
-    T = arrays_T[0].shape[0]
+def _chunks(x_TD, targets_T, inv_temp_T, *more_T):
+    """Arrays [T, ...] cut in chunks [n, CHUNK, ...], padded with zero rows of inverse temperature 1: a padding row's
+    logits are then finite, and its gradient is zero and not zero times NaN."""
+    T = x_TD.shape[0]
     n = -(-T // CHUNK)
-    pad = lambda x: jnp.pad(x, ((0, n * CHUNK - T),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
-    return tuple(pad(x).reshape(n, CHUNK, *x.shape[1:]) for x in arrays_T)
+
+    def cut(x, fill=0):
+        widths = ((0, n * CHUNK - T),) + ((0, 0),) * (x.ndim - 1)
+        return jnp.pad(x, widths, constant_values=fill).reshape(n, CHUNK, *x.shape[1:])
+
+    return cut(x_TD), cut(targets_T), cut(inv_temp_T, 1), *map(cut, more_T)
 
 
 def _by_chunk(fn, x_TD, targets_T, inv_temp_T):
