@@ -1,0 +1,70 @@
+"""`isomodel verify`: all gates pass on a small model, fail where they must, and the exit code says so."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from isomodel import cli, weights
+from isomodel.numerics import Numerics
+from isomodel.verify import gates
+from isomodel.verify.subject import GateResult, Subject, Tally
+from tests.isomodel.rollout import tiny
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("model") / "tiny"
+    weights.save(path, tiny.CONFIG, tiny.params())
+    return path
+
+
+def test_every_gate_passes_and_the_exit_code_is_0(folder, tmp_path, capsys):
+    assert cli.main(["verify", str(folder), "--tokens", "8", "--json", str(tmp_path / "out.json")]) == 0
+    results = json.loads((tmp_path / "out.json").read_text())
+    assert [r["gate"].split()[0] for r in results] == "1 2 2 3 4 5 5 6 6 7 9 10 control 8".split()
+    assert all(r["passed"] and r["compared"] > 0 and r["differing"] == 0 for r in results)
+    assert "14 gates: 14 passed, 0 failed" in capsys.readouterr().out
+
+
+def test_control_native_numerics_fail():
+    native = Numerics(mode="native", compute_dtype="float32")
+    result = gates.cases(Subject(tiny.CONFIG, native, tiny.params(0, tiny.CONFIG, native)))
+    assert result.differing > 0 and not result.passed and result.max_abs > 0
+
+
+def test_a_failed_gate_gives_exit_code_1(folder, monkeypatch, capsys):
+    monkeypatch.setattr(gates, "ALL", (lambda subject: GateResult("x", "y", 5, 1, 0.1, "one bit"),))
+    monkeypatch.setattr(gates, "second_process", lambda argv: None)
+    assert cli.main(["verify", str(folder)]) == 1
+    assert "1 gates: 0 passed, 1 failed" in capsys.readouterr().out
+
+
+def test_a_gate_whose_hazard_did_not_happen_has_not_passed():
+    good = GateResult("x", "y", 5, 0, 0.0, "7 hits")
+    assert good.passed
+    assert not dataclasses.replace(good, hazard_fired=False).passed
+    assert not dataclasses.replace(good, compared=0).passed
+
+
+def test_tally_compares_bits_and_fails_closed():
+    tally = Tally()
+    a = np.array([1, -0.0, np.nan], np.float32)
+    tally.add(a, a.copy())
+    assert (tally.compared, tally.differing) == (3, 0)
+    tally.add(np.array([0.0], np.float32), np.array([-0.0], np.float32))
+    tally.add(None, a)
+    tally.add(a[:2], a)
+    assert (tally.compared, tally.differing, tally.max_abs) == (10, 7, np.inf)
+    tally.add(None, None)
+    assert tally.differing == 8
+
+
+def test_bad_usage(folder):
+    assert cli.main(["verify", str(folder), "--tokens", "1"]) == 2
+    short = dataclasses.replace(tiny.CONFIG, max_positions=100)
+    with pytest.raises(ValueError, match="positions"):
+        Subject(short, tiny.BF16, tiny.params())
