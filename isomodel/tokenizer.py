@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -128,6 +129,7 @@ def _message_fault(message: Any) -> str | None:
 
 
 def _load_fast(folder: str):
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that there is no PyTorch, which we do not need
     import transformers  # slow to import, and not needed for token ids alone
 
     return transformers.PreTrainedTokenizerFast.from_pretrained(folder, local_files_only=True)
