@@ -46,12 +46,12 @@ def main() -> None:
     tokens = sum(int(row["parity/tokens"]) for row in rows)
     first, last = rows[0]["reward/mean"], sum(row["reward/mean"] for row in rows[-LAST:]) / LAST
 
-    def record(id: str, what: str, unit: str, ours: float, target: str, **baseline) -> None:
+    def record(id: str, work: str, metric: str, ours: float, target: str, **baseline) -> None:
         result = report.record(
-            id=id, area="The demo on a CPU", what=what, unit=unit, ours=ours, target=target, reason=reason,
+            id=id, area="foundation", work=work, metric=metric, ours=ours, target=target, reason=reason,
             command="python -m benchmarks.demo", **baseline,
         )  # fmt: skip
-        print(f"{id}: {result.ours:.4g} {unit}, target {target}: {'met' if result.met else 'missed'}")
+        print(f"{id}: {result.ours:.4g} {metric}, target {target}: {'met' if result.met else 'missed'}")
 
     record("demo-seconds", f"{len(rows)} steps from random weights, compilation included", "s", round(seconds, 1), "<= 300")
     record("demo-parity", f"largest difference of a log-probability, {tokens:,} tokens", "nats",

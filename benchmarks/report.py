@@ -8,11 +8,13 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import datetime
+import importlib.metadata
 import json
 import operator
 import pathlib
 import platform
 import re
+import subprocess
 import sys
 
 HERE = pathlib.Path(__file__).parent
@@ -33,10 +35,11 @@ class Result:
     Attributes:
       id: what is measured, in a few words joined by dashes; a later line of the same id replaces an earlier one.
       area: heading under which it stands.
-      what: a sentence: the work, its sizes and dtypes.
-      unit: of `ours` and `baseline`.
+      work: a sentence: the work, its sizes and dtypes.
+      metric: unit of `ours` and `baseline`.
       ours: the figure.
-      machine: what it ran on.
+      gpu: what it ran on; "none" and the CPU where there was no GPU.
+      versions: of what reaches the figure. commit: that was measured.
       date: ISO date.
       command: what to type to measure it again.
       baseline: the same work, done the other way in the same run; None where there is none.
@@ -49,10 +52,12 @@ class Result:
 
     id: str
     area: str
-    what: str
-    unit: str
+    work: str
+    metric: str
     ours: float
-    machine: str
+    gpu: str
+    versions: dict[str, str]
+    commit: str
     date: str
     command: str
     baseline: float | None = None
@@ -63,7 +68,7 @@ class Result:
     met: bool = dataclasses.field(init=False)
 
     def __post_init__(self):
-        faults = [f"{n} is empty" for n in ("id", "area", "what", "unit", "machine", "command") if not getattr(self, n)]
+        faults = [f"{n} is empty" for n in ("id", "area", "work", "metric", "gpu", "versions", "commit", "command") if not getattr(self, n)]
         numbers = {"ours": self.ours} | ({} if self.baseline is None else {"baseline": self.baseline})
         faults += [f"{n} is {v!r}, no number" for n, v in numbers.items() if type(v) not in (int, float)]
         try:
@@ -89,7 +94,18 @@ class Result:
 
 
 def this_machine() -> str:
-    """The CPU that this runs on, for `Result.machine`."""
+    """What this runs on, for `Result.gpu`."""
+    try:
+        query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
+        if names[0].strip():
+            return f"{sum(map(bool, names))} x {names[0].strip()}"
+    except (OSError, subprocess.CalledProcessError):
+        pass
+    return f"none; {_cpu()}"
+
+
+def _cpu() -> str:
     try:
         lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
         model = next(line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
@@ -100,7 +116,7 @@ def this_machine() -> str:
 
 
 def record(path: pathlib.Path = RESULTS, **fields) -> Result:
-    """Appends one measurement. `machine` and `date` default to this machine and today.
+    """Appends one measurement. `gpu`, `versions`, `commit` and `date` default to this machine's, this checkout's and today.
 
     Args:
       path: the file.
@@ -109,7 +125,13 @@ def record(path: pathlib.Path = RESULTS, **fields) -> Result:
     Raises:
       ResultsError: a field is missing or wrong.
     """
-    result = _result({"machine": this_machine(), "date": datetime.date.today().isoformat()} | fields)
+    here = {
+        "gpu": this_machine(),
+        "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
+        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip(),
+        "date": datetime.date.today().isoformat(),
+    }
+    result = _result(here | fields)
     with open(path, "a") as file:
         file.write(json.dumps(dataclasses.asdict(result)) + "\n")
     return result
@@ -160,19 +182,19 @@ def render(results: list[Result]) -> str:
     lines = ["# Results", "", "Made by `python -m benchmarks.report` from results.jsonl; measured, never typed.", ""]
     for area in dict.fromkeys(r.area for r in results):
         of_area = [r for r in results if r.area == area]
-        lines += [f"## {area}", "", "| what | ours | baseline | ratio | target | met |", "|---|---|---|---|---|---|"]
+        lines += [f"## {area}", "", "| work | ours | baseline | ratio | target | met |", "|---|---|---|---|---|---|"]
         for r in of_area:
-            baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.unit} ({r.baseline_name})"
+            baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.metric} ({r.baseline_name})"
             met = "-" if r.target is None else "yes" if r.met else "**no**"
-            cells = (r.what, f"{_figure(r.ours)} {r.unit}", baseline, _figure(r.ratio), r.target or "-", met)
+            cells = (r.work, f"{_figure(r.ours)} {r.metric}", baseline, _figure(r.ratio), r.target or "-", met)
             lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
         lines += ["", "Measured:", ""]
-        lines += [f"- {r.id}: {r.date}, {r.machine}, `{r.command}`" for r in of_area]
+        lines += [f"- {r.id}: {r.date}, {r.commit}, GPU {r.gpu}, `{r.command}`" for r in of_area]
         lines.append("")
     missed = [r for r in results if not r.met]
     lines += ["## Short of target", ""]
     lines += [
-        f"- {r.what}: {_figure(r.ours if r.ratio is None else r.ratio)} against {r.target}. {r.reason}" for r in missed
+        f"- {r.work}: {_figure(r.ours if r.ratio is None else r.ratio)} against {r.target}. {r.reason}" for r in missed
     ] or ["None."]
     return "\n".join(lines) + "\n"
 

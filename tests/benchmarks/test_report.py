@@ -10,8 +10,8 @@ import pytest
 from benchmarks import report
 
 ROW = dict(
-    id="gemm-1024", area="CPU", what="GEMM, T 1024", unit="ms", ours=12.0, baseline=8.0, baseline_name="plain jnp",
-    target="<= 3", command="python -m benchmarks.cpu", machine="some CPU", date="2026-11-30",
+    id="gemm-1024", area="CPU", work="GEMM, T 1024", metric="ms", ours=12.0, baseline=8.0, baseline_name="plain jnp",
+    target="<= 3", command="python -m benchmarks.cpu", gpu="none; some CPU", versions={"jax": "0.11.2"}, commit="abc1234", date="2026-11-30",
 )  # fmt: skip
 
 
@@ -38,7 +38,7 @@ def test_newest_wins_and_keeps_its_place(path):
 
 def test_page_lists_each_area_and_every_miss_with_its_reason(path):
     report.record(path, **ROW)
-    slow = {"id": "decode", "area": "Decode", "what": "16 sequences", "ours": 40.0, "reason": "tiles"}
+    slow = {"id": "decode", "area": "Decode", "work": "16 sequences", "ours": 40.0, "reason": "tiles"}
     report.record(path, **ROW | slow)
     page = report.render(report.load(path))
     assert "| GEMM, T 1024 | 12 ms | 8 ms (plain jnp) | 1.5 | <= 3 | yes |" in page
@@ -57,7 +57,7 @@ def test_page_lists_each_area_and_every_miss_with_its_reason(path):
         ({"baseline_name": None}, "a baseline needs baseline_name"),
         ({"baseline": 0}, "baseline is 0"),
         ({"speed": 3}, "unexpected keyword argument 'speed'"),
-        ({"what": ""}, "what is empty"),
+        ({"work": ""}, "work is empty"),
     ],
 )
 def test_wrong_fields_are_refused_and_nothing_is_written(path, change, message):
