@@ -21,6 +21,14 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
         "--allow-config-change", action="store_true", help="continue a run whose saved config differs where it matters"
     )
     parser.add_argument("--check", action="store_true", help="only check the config, and print it with every default")
+    parser.add_argument(
+        "--allow-config-change", action="store_true", help="continue a run under another config than it was begun with"
+    )
+    parser.add_argument(
+        "--allow-numerical-change",
+        action="store_true",
+        help="continue a run whose contract has other arithmetic (another machine, another version): the bits will differ",
+    )
     parser.set_defaults(run=run_train)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import pathlib
+import signal
 import time
 from typing import Any
 
@@ -45,13 +46,13 @@ class RunResult:
 
     Attributes:
       folder: of the run. steps: that are finished and saved.
-      interrupted: by Ctrl-C or SIGTERM; the run can be continued.
+      interrupted: the signal that ended it early (SIGINT, SIGTERM), the run can be continued; None if none did.
       metrics: last row of metrics.jsonl that this call wrote; None if it wrote none.
     """
 
     folder: pathlib.Path
     steps: int
-    interrupted: bool
+    interrupted: signal.Signals | None
     metrics: dict[str, float] | None
 
 
@@ -82,7 +83,7 @@ def train(
                     return run.result()
                 run.build(stack, allow_numerical_change)
         except Interrupted:
-            return RunResult(config.run_folder, 0, True, None)
+            return RunResult(config.run_folder, 0, interrupts.requested, None)
         return run.go(interrupts)
 
 
@@ -125,7 +126,7 @@ class _Run:
     def finished(self) -> bool:
         return self._done >= self._config.train.steps
 
-    def result(self, interrupted: bool = False) -> RunResult:
+    def result(self, interrupted: signal.Signals | None = None) -> RunResult:
         return RunResult(self._folder.path, self._done, interrupted, self._last_row)
 
     def build(self, stack: contextlib.ExitStack, numerical_change: bool) -> None:
@@ -242,7 +243,7 @@ class _Run:
             self._display.note(
                 f"{interrupts.requested.name}: stopped after step {self._done}, which is saved; the same command goes on from it"
             )
-            return self.result(interrupted=True)
+            return self.result(interrupts.requested)
         except BaseException as e:
             self._rescue(e)
             raise

@@ -88,6 +88,8 @@ class ParityError(RuntimeError):
       report: what differs. region: the first region that differs, or why none was found.
     """
 
+    exit_code = 1  # a difference was found, nothing was used wrongly
+
     def __init__(self, message: str, report: ParityReport, region: str | None = None):
         super().__init__(message)
         self.report, self.region = report, region

@@ -16,7 +16,7 @@ from trainer.loop import train
 from trainer.metrics import read_metrics
 from trainer.run_folder import RunError
 
-SETTINGS = dict(train__steps=10, optimizer__total_steps=10, checkpoint__every=5, eval__every=5, log__samples_every=1)
+SETTINGS = dict(train__steps=10, checkpoint__every=5, eval__every=5, log__samples_every=1)
 
 
 class Crash(BaseException):
@@ -154,7 +154,7 @@ def test_with_momentum_minibatches_a_schedule_and_a_reference_too(tmp_path, obje
 def test_optimizer_state_is_part_of_what_comes_back(straight):
     """Control of the comparison: it sees moments and step counts, not only weights."""
     found, _ = CheckpointStore(straight / "runs/run/checkpoints", 2).latest()
-    step = tiny.step(optimizer=(("total_steps", 10),))
+    step = tiny.step()
     abstract = step.abstract_state()
     arrays = load_arrays(found, {"masters": abstract.masters, "optimizer": abstract.optimizer})
     counts = [int(x) for x in jax.tree.leaves(arrays["optimizer"]) if x.shape == ()]
