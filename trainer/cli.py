@@ -22,9 +22,6 @@ def add_train(subparsers: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--check", action="store_true", help="only check the config, and print it with every default")
     parser.add_argument(
-        "--allow-config-change", action="store_true", help="continue a run under another config than it was begun with"
-    )
-    parser.add_argument(
         "--allow-numerical-change",
         action="store_true",
         help="continue a run whose contract has other arithmetic (another machine, another version): the bits will differ",
@@ -40,8 +37,12 @@ def add_plot(subparsers: argparse._SubParsersAction) -> None:
         description="Draws reward, parity, importance ratio and timing of one or several runs into one picture.",
     )
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folder or metrics.jsonl")
-    parser.add_argument("-o", "--output", help="file to write: .png, .svg or .pdf (default: plot.png in the first run's folder)")
-    parser.add_argument("--smooth", type=int, default=0, metavar="N", help="steps of the moving mean (default: by length)")
+    parser.add_argument(
+        "-o", "--output", help="file to write: .png, .svg or .pdf (default: plot.png in the first run's folder)"
+    )
+    parser.add_argument(
+        "--smooth", type=int, default=0, metavar="N", help="steps of the moving mean (default: by length)"
+    )
     parser.set_defaults(run=run_plot)
 
 
@@ -56,8 +57,10 @@ def run_train(args: argparse.Namespace) -> int:
     environment.use(config.numerics.mode)  # before JAX computes anything: one process has one numerics
     from trainer.loop import train
 
-    train(config, allow_config_change=args.allow_config_change)
-    return 0
+    result = train(
+        config, allow_config_change=args.allow_config_change, allow_numerical_change=args.allow_numerical_change
+    )
+    return 128 + result.interrupted if result.interrupted else 0
 
 
 def run_plot(args: argparse.Namespace) -> int:
