@@ -103,7 +103,7 @@ def parse_yaml(text: str, source: str = "configuration") -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """"; did you mean 'x'?" for the known name nearest to `name`, else the list of known names."""
+    """ "; did you mean 'x'?" for the known name nearest to `name`, else the list of known names."""
     known = list(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if match:
@@ -122,7 +122,9 @@ class _Loader(yaml.SafeLoader):
             key = self.construct_object(key_node, deep=True)
             if key_node.tag != "tag:yaml.org,2002:merge" and isinstance(key, str | int | float | bool):
                 if key in seen:
-                    raise yaml.constructor.ConstructorError(None, None, f"key {key!r} appears twice", key_node.start_mark)
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key!r} appears twice", key_node.start_mark
+                    )
                 seen.add(key)
         return super().construct_mapping(node, deep)
 
@@ -140,7 +142,11 @@ for _cls in (_Loader, _Dumper):
     for _tag, _pattern, _first in (
         ("bool", r"true|True|TRUE|false|False|FALSE", "tTfF"),
         ("int", r"[-+]?[0-9]+|0x[0-9a-fA-F]+", "-+0123456789"),
-        ("float", r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)", "-+.0123456789"),
+        (
+            "float",
+            r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)([eE][-+]?[0-9]+)?|[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)",
+            "-+.0123456789",
+        ),
         ("null", r"~|null|Null|NULL|", ["~", "n", "N", ""]),
         ("merge", r"<<", "<"),
     ):
@@ -185,7 +191,11 @@ def _hints(cls: type) -> dict[str, Any]:
 def _section(cls: type, name: str) -> type | None:
     """The dataclass that field `name` of `cls` holds (alone, optional or in Annotated), if it holds one."""
     hint = _hints(cls)[name]
-    options = typing.get_args(hint) if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Annotated) else (hint,)
+    options = (
+        typing.get_args(hint)
+        if typing.get_origin(hint) in (typing.Union, types.UnionType, typing.Annotated)
+        else (hint,)
+    )
     return next((o for o in options if dataclasses.is_dataclass(o)), None)
 
 
@@ -217,7 +227,9 @@ def _expand_value(cls: type, name: str, value: Any, path: str, faults: list[str]
         if shorthand and isinstance(value, str | bool | int | float):
             return {shorthand: value}
     if element is not None and isinstance(value, list):
-        return [_expand(element, v, f"{path}.{i}.", faults) if isinstance(v, Mapping) else v for i, v in enumerate(value)]
+        return [
+            _expand(element, v, f"{path}.{i}.", faults) if isinstance(v, Mapping) else v for i, v in enumerate(value)
+        ]
     return value
 
 

@@ -142,7 +142,9 @@ class Dataset:
             raise DataError(_listed(head, long))
         self.dropped = len(long)
         if not encoded:
-            raise DataError(f"{self._cfg.source}: all {len(items)} prompts are longer than {self._cfg.max_prompt_tokens} tokens")
+            raise DataError(
+                f"{self._cfg.source}: all {len(items)} prompts are longer than {self._cfg.max_prompt_tokens} tokens"
+            )
         return encoded
 
 
@@ -189,7 +191,9 @@ def _item(name: str, row: Mapping[str, Any], cfg: DataSection) -> Item:
     # A chat under the prompt's name is common in published parquet files.
     messages = prompt if isinstance(prompt, list) else _lookup(row, cfg.messages) if prompt is None else None
     if prompt is None and messages is None:
-        raise DataError(f"has neither {cfg.prompt!r} nor {cfg.messages!r}; it has: {', '.join(map(str, row)) or 'nothing'}")
+        raise DataError(
+            f"has neither {cfg.prompt!r} nor {cfg.messages!r}; it has: {', '.join(map(str, row)) or 'nothing'}"
+        )
     if messages is None:
         if not isinstance(prompt, str) or not prompt:
             raise DataError(f"{cfg.prompt!r} must be text that is not empty, not {_short(prompt)}")
@@ -210,7 +214,11 @@ def _messages(messages: Any) -> list[dict[str, str]]:
     if not isinstance(messages, list) or not messages:
         raise DataError(f"messages must be a list that is not empty, not {_short(messages)}")
     for i, message in enumerate(messages):
-        if not isinstance(message, Mapping) or message.get("role") not in ROLES or not isinstance(message.get("content"), str):
+        if (
+            not isinstance(message, Mapping)
+            or message.get("role") not in ROLES
+            or not isinstance(message.get("content"), str)
+        ):
             raise DataError(f"message {i} must be {{role: {' | '.join(ROLES)}, content: text}}, not {_short(message)}")
     if messages[-1]["role"] == "assistant":
         raise DataError("the last message is the assistant's: there is nothing to answer")

@@ -91,7 +91,9 @@ class MetricsWriter:
         if log.tensorboard:
             from tensorboardX import SummaryWriter
 
-            self._events = SummaryWriter(str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None)
+            self._events = SummaryWriter(
+                str(folder / "tensorboard"), purge_step=resumed_step + 1 if resumed_step else None
+            )
         self._file = open(self.path, "ab")  # noqa: SIM115 (closed by close)
 
     def __enter__(self) -> MetricsWriter:
@@ -161,7 +163,9 @@ def encode_row(row: Mapping[str, Any]) -> bytes:
         if not isinstance(value, numbers.Real) or isinstance(value, bool):
             faults.append(f"{key} is {value!r}, not a number")
         else:
-            values[key] = value if math.isfinite(value) else next(k for k, v in _SPECIAL.items() if repr(v) == repr(float(value)))
+            values[key] = (
+                value if math.isfinite(value) else next(k for k, v in _SPECIAL.items() if repr(v) == repr(float(value)))
+            )
     if faults:
         raise MetricsError("metrics row: " + "; ".join(faults))
     return json.dumps(values, allow_nan=False).encode() + b"\n"

@@ -59,7 +59,9 @@ def plot(runs: Sequence[str | pathlib.Path], output: str | pathlib.Path, *, smoo
             ax.grid(alpha=0.25)
             ax.spines[["top", "right"]].set_visible(False)
         # One legend for all panels: a colour is a run everywhere.
-        handles = [plt.Line2D([], [], color=_color(i), ls=_style(i), lw=2, label=name) for i, name in enumerate(rows_by_run)]
+        handles = [
+            plt.Line2D([], [], color=_color(i), ls=_style(i), lw=2, label=name) for i, name in enumerate(rows_by_run)
+        ]
         figure.legend(handles=handles, loc="outside upper center", ncols=min(4, len(handles)), frameon=False)
         output = pathlib.Path(output)
         figure.savefig(output, dpi=110, format=output.suffix.removeprefix(".") or "png")
@@ -98,7 +100,9 @@ def _parity(ax, runs: dict[str, list[Row]]) -> None:
         mismatched = _series(rows, "parity/mismatched_tokens")[1]
         # Runs that are all zero lie on one another; a little apart, each can be seen. A mismatch is never drawn as zero.
         apart = zero * (bottom / top) ** (0.03 * (i - (len(runs) - 1) / 2))
-        shown = np.where((value == 0) & (mismatched == 0), apart, np.clip(np.nan_to_num(value, nan=np.inf), bottom, top))
+        shown = np.where(
+            (value == 0) & (mismatched == 0), apart, np.clip(np.nan_to_num(value, nan=np.inf), bottom, top)
+        )
         seen = compared > 0
         ax.plot(steps[seen], shown[seen], color=_color(i), ls=_style(i), lw=1, marker=".", ms=4)
         summary.append(f"{name}: {int(np.nansum(mismatched)):,} of {int(np.nansum(compared)):,} tokens differ")
@@ -120,9 +124,10 @@ def _ratio(ax, runs: dict[str, list[Row]]) -> None:
     values = values[np.isfinite(values)]
     if len(values) and values.max() > 10 and values.min() > 0:
         ax.set_yscale("log")
-    elif len(values) and np.ptp(np.append(values, 1.0)) < 1e-3:
+    elif len(values) and np.ptp(np.append(values, 1.0)) < 1e-6:
         ax.set_ylim(0.99, 1.01)  # all 1: without limits the axis would zoom in on nothing
-    ax.ticklabel_format(axis="y", useOffset=False) if ax.get_yscale() == "linear" else None
+    if ax.get_yscale() == "linear":
+        ax.ticklabel_format(axis="y", useOffset=False)
     ax.set_title("Largest importance ratio of a token")
     ax.set_ylabel("max ratio")
 
@@ -137,7 +142,8 @@ def _timing(ax, runs: dict[str, list[Row]], smooth: int) -> None:
         ax.fill_between(steps, 0, _moving_mean(generate, smooth), color=_color(i), alpha=0.15, lw=0)
     rest = np.concatenate([_series(rows[1:] or rows, "time/step_s")[1] for rows in runs.values()])
     rest = rest[np.isfinite(rest)]
-    ax.set_ylim(0, 1.3 * np.percentile(rest, 99) if len(rest) else None)
+    top = 1.3 * np.percentile(rest, 99) if len(rest) else 0.0
+    ax.set_ylim(0, top or None)
     ax.set_title("Time of a step (shaded: generation)")
     ax.set_ylabel("seconds")
 

@@ -15,10 +15,8 @@ import math
 import multiprocessing
 import numbers
 import os
-import re
 import signal
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +27,7 @@ from isomodel.yaml_config import ConfigError
 from trainer import tasks
 from trainer.config import DataSection, RewardSection, RewardTerm
 from trainer.data import MAX_LISTED, Item
+from trainer.verifiers import CHECKS, EXTRACT
 
 START_TIMEOUT_S = 300.0
 """Seconds in which worker processes must have imported everything."""
@@ -118,7 +117,11 @@ class Rewards:
         """
         if len(items) != len(responses):
             raise ValueError(f"{len(items)} items, but {len(responses)} responses")
-        outcomes = self._in_pool(items, responses) if self._pool else [self._judge(i, r) for i, r in zip(items, responses, strict=True)]
+        outcomes = (
+            self._in_pool(items, responses)
+            if self._pool
+            else [self._judge(i, r) for i, r in zip(items, responses, strict=True)]
+        )
         values_NK = np.zeros((len(items), len(self.names)))
         timeouts = errors = 0
         for n, (outcome, item, response) in enumerate(zip(outcomes, items, responses, strict=True)):
@@ -183,7 +186,7 @@ class _Judge:
     """All terms of a reward section, callable in the trainer's process or in a worker."""
 
     def __init__(self, cfg: RewardSection, data: DataSection):
-        self._extract = _EXTRACT[cfg.extract]
+        self._extract = EXTRACT[cfg.extract]
         self._functions: list[Callable[[Item, Response], Any]] = []
         self._checks: list[Callable[[Item], str | None]] = []
         self.names: list[str] = []
@@ -228,123 +231,27 @@ class _Judge:
             more = [f"and {len(faults) - MAX_LISTED} more"] if len(faults) > MAX_LISTED else []
             raise ValueError("\n  ".join(["items that the reward cannot judge:", *faults[:MAX_LISTED], *more]))
 
-    def _make(self, term: RewardTerm, data: DataSection) -> tuple[Callable[[Item, Response], Any], Callable[[Item], str | None]]:
+    def _make(
+        self, term: RewardTerm, data: DataSection
+    ) -> tuple[Callable[[Item, Response], Any], Callable[[Item], str | None]]:
         if ":" in term.kind:
             return _user_function(term), lambda item: None
         if term.kind == "task":
             task = tasks.resolve(data.source, data.params)
             if task is None:
                 raise ConfigError(
-                    [f"kind: task needs a task that judges, and data.source {data.source!r} is a file; use exact, math_verify"
-                     " or module:function"]
+                    [
+                        f"kind: task needs a task that judges, and data.source {data.source!r} is a file; use exact, math_verify"
+                        " or module:function"
+                    ]
                 )
             _takes(task.score, term, positional=2)
             return lambda item, response: task.score(self._extract(response.text), item.row), lambda item: None
-        if term.kind in _CHECKS:
-            judge, check = _CHECKS[term.kind]
+        if term.kind in CHECKS:
+            judge, check = CHECKS[term.kind]
             _takes(judge, term, positional=2)
             return lambda item, response: judge(self._extract(response.text), item.answer, **term.args), check
-        raise ConfigError([f"kind: {term.kind!r} is none of task, {', '.join(_CHECKS)}, or module:function"])
-
-
-def exact(answer: str | None, expected: str, *, ignore_case: bool = False, collapse_spaces: bool = True) -> float:
-    """1 if the extracted answer is the expected text, else 0. White space at the ends never counts."""
-    if answer is None:
-        return 0.0
-
-    def normal(text: str) -> str:
-        text = " ".join(text.split()) if collapse_spaces else text.strip()
-        return text.casefold() if ignore_case else text
-
-    return float(normal(answer) == normal(expected))
-
-
-def math_verify(answer: str | None, expected: str, *, precision: int = 6, strict: bool = True) -> float:
-    """1 if math-verify finds the two mathematically equal, else 0.
-
-    Args:
-      precision: decimal places to which numbers are compared.
-      strict: as in math_verify.verify: variables are compared by name, sets and tuples are different things.
-    """
-    import math_verify as library
-
-    if answer is None:
-        return 0.0
-    limit = _math_verify_limit()
-    # The library reads LaTeX between delimiters only; what was extracted from \\boxed{..} has none left.
-    bare_latex = "\\" in answer and not any(mark in answer for mark in ("$", "\\(", "\\[", "\\boxed"))
-    target = library.parse(f"${answer}$" if bare_latex else answer, parsing_timeout=limit)
-    return float(library.verify(_gold(expected), target, float_rounding=precision, strict=strict, timeout_seconds=limit))
-
-
-def extract_tag(text: str) -> str | None:
-    """What is in the last <answer>..</answer>; None without one."""
-    found = re.findall(r"<answer>(.*?)</answer>", text, re.DOTALL)
-    return found[-1].strip() if found else None
-
-
-def extract_boxed(text: str) -> str | None:
-    r"""What is in the last \boxed{..}, braces balanced; None without one."""
-    start = text.rfind(r"\boxed{")
-    if start < 0:
-        return None
-    depth, begin = 1, start + len(r"\boxed{")
-    for i in range(begin, len(text)):
-        depth += {"{": 1, "}": -1}.get(text[i], 0)
-        if depth == 0:
-            return text[begin:i].strip()
-    return None
-
-
-def extract_number(text: str) -> str | None:
-    """The last number, thousands separators removed; None without one."""
-    found = re.findall(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text)
-    return found[-1].replace(",", "") if found else None
-
-
-def extract_line(text: str) -> str | None:
-    """The last line that is not blank; None without one."""
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else None
-
-
-_EXTRACT: dict[str, Callable[[str], str | None]] = {
-    "text": str.strip,
-    "tag": extract_tag,
-    "boxed": extract_boxed,
-    "number": extract_number,
-    "line": extract_line,
-}
-
-
-def _has_answer(item: Item) -> str | None:
-    return "has no answer" if item.answer is None else None
-
-
-def _has_math_answer(item: Item) -> str | None:
-    if item.answer is None:
-        return "has no answer"
-    return None if _gold(item.answer) else f"math-verify reads nothing in its answer {item.answer!r}"
-
-
-_CHECKS: dict[str, tuple[Callable[..., float], Callable[[Item], str | None]]] = {
-    "exact": (exact, _has_answer),
-    "math_verify": (math_verify, _has_math_answer),
-}
-
-
-@functools.lru_cache(maxsize=100_000)
-def _gold(expected: str) -> list:
-    import math_verify as library
-
-    limit = _math_verify_limit()
-    return library.parse(f"${expected}$", parsing_timeout=limit) or library.parse(expected, parsing_timeout=limit)
-
-
-def _math_verify_limit() -> int | None:
-    """math-verify limits itself by SIGALRM: only a main thread can, and in a worker ours is set already."""
-    free = threading.current_thread() is threading.main_thread() and _worker is None
-    return 5 if free else None
+        raise ConfigError([f"kind: {term.kind!r} is none of task, {', '.join(CHECKS)}, or module:function"])
 
 
 def _user_function(term: RewardTerm) -> Callable[[Item, Response], Any]:
@@ -381,12 +288,16 @@ def _takes(function: Callable, term: RewardTerm, positional: int) -> list[str]:
     try:
         signature.bind(*[None] * positional, **dict.fromkeys(extra), **term.args)
     except TypeError as e:
-        raise ConfigError([f"args: {term.kind}{signature} cannot be called with {sorted(term.args) or 'no args'}: {e}"]) from e
+        raise ConfigError(
+            [f"args: {term.kind}{signature} cannot be called with {sorted(term.args) or 'no args'}: {e}"]
+        ) from e
     return extra
 
 
 def _not_a_reward(value: Any) -> str | None:
-    number = isinstance(value, numbers.Real | np.bool_) or (getattr(value, "shape", None) == () and hasattr(value, "__float__"))
+    number = isinstance(value, numbers.Real | np.bool_) or (
+        getattr(value, "shape", None) == () and hasattr(value, "__float__")
+    )
     if not number:
         return f"returned {_short(value)}, not a number"
     if not math.isfinite(float(value)):
@@ -399,7 +310,11 @@ def _failure(outcome: _Outcome, item: Item, response: Response) -> str:
     if outcome.trace:
         lines += ["  " + line for line in outcome.trace.rstrip().splitlines()]
     else:
-        lines.append("  a reward must be a finite number" if not outcome.timed_out else "  reward.on_timeout=zero goes on without it")
+        lines.append(
+            "  a reward must be a finite number"
+            if not outcome.timed_out
+            else "  reward.on_timeout=zero goes on without it"
+        )
     return "\n".join(lines)
 
 

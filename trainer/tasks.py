@@ -66,7 +66,9 @@ class ReasoningGym:
         known = [f.name for f in dataclasses.fields(DATASETS[name][1]) if f.name not in ("seed", "size")]
         unknown = [key for key in params if key not in known]
         if unknown:
-            raise ConfigError([f"data.params.{key}: task {name} has no such parameter; {nearest(key, known)}" for key in unknown])
+            raise ConfigError(
+                [f"data.params.{key}: task {name} has no such parameter; {nearest(key, known)}" for key in unknown]
+            )
         if name == "composite":
             try:
                 params["datasets"] = [

@@ -109,7 +109,7 @@ def test_cross_field_faults_are_listed_together():
         ("rollout.top_p=0", "greater than 0"),
         ("rollout.samples_per_prompt=1", "greater than or equal to 2"),
         ("rollout.engine.page_size=48", "16"),
-        ("rollout.stop=[\"\"]", "at least 1 character"),
+        ('rollout.stop=[""]', "at least 1 character"),
         ("name=a/b", "pattern"),
         ("numerics=bf16", "choose one of iso, native"),
         ("seed=4294967296", "less than"),
@@ -240,7 +240,9 @@ class Outer:
 
 
 TEXT = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=12)
-SCALARS = st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+SCALARS = (
+    st.none() | st.booleans() | st.integers(-(2**60), 2**60) | st.floats(allow_nan=False, allow_infinity=False) | TEXT
+)
 VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionaries(TEXT, v, max_size=3), max_leaves=6)
 
 
@@ -249,7 +251,11 @@ VALUES = st.recursive(SCALARS, lambda v: st.lists(v, max_size=3) | st.dictionari
     st.builds(
         Outer,
         st.builds(Inner, st.floats(allow_nan=False, allow_infinity=False), st.lists(TEXT, max_size=3).map(tuple)),
-        st.none() | TEXT | st.sampled_from(["1e5", "on", "no", "null", "~", "1", "0x10", "1_000", "12:30", "2020-01-01", "=", "<<", "true"]),
+        st.none()
+        | TEXT
+        | st.sampled_from(
+            ["1e5", "on", "no", "null", "~", "1", "0x10", "1_000", "12:30", "2020-01-01", "=", "<<", "true"]
+        ),
         st.booleans(),
         st.integers(0, 2**60),
         st.dictionaries(TEXT, VALUES, max_size=3),
@@ -262,7 +268,24 @@ def test_dump_then_load_is_the_same_object(value):
 
 def test_scalars_mean_what_people_expect():
     text = "[1e-6, 1.e3, .5, 010, 0x1F, on, no, yes, 12:30, 2020-01-01, 1_000, true, null, ~, .inf, 1.0]"
-    expected = [1e-6, 1e3, 0.5, 10, 31, "on", "no", "yes", "12:30", "2020-01-01", "1_000", True, None, None, math.inf, 1.0]
+    expected = [
+        1e-6,
+        1e3,
+        0.5,
+        10,
+        31,
+        "on",
+        "no",
+        "yes",
+        "12:30",
+        "2020-01-01",
+        "1_000",
+        True,
+        None,
+        None,
+        math.inf,
+        1.0,
+    ]
     got = yaml_config.parse_yaml(text)
     assert got == expected
     assert [type(v) for v in got] == [type(v) for v in expected]

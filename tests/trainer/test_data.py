@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import pathlib
+import subprocess
+import sys
 
 import pyarrow
 import pyarrow.parquet
@@ -13,6 +16,8 @@ from isomodel.yaml_config import ConfigError
 from trainer import tasks
 from trainer.config import DataSection
 from trainer.data import MAX_LISTED, DataError, Dataset, items_of, read_file
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 class Characters:
@@ -273,9 +278,7 @@ def test_tasks_that_do_not_exist(source, params, says):
 
 
 def test_demo_tokenizer_covers_the_tasks():
-    import pathlib
-
-    tokenizer = Tokenizer(pathlib.Path(__file__).parents[2] / "configs" / "demo_tokenizer")
+    tokenizer = Tokenizer(ROOT / "configs" / "demo_tokenizer")
     for name in ("add", "copy", "reverse", "sort"):
         for row in tasks.resolve(f"task:{name}", {}).rows(20, 0):
             for text in (row["prompt"], row["answer"]):
@@ -287,11 +290,6 @@ def test_demo_tokenizer_covers_the_tasks():
 
 
 def test_demo_tokenizer_is_what_its_script_makes(tmp_path):
-    import pathlib
-    import subprocess
-    import sys
-
-    root = pathlib.Path(__file__).parents[2]
-    subprocess.run([sys.executable, root / "scripts" / "make_demo_tokenizer.py", tmp_path], check=True)
+    subprocess.run([sys.executable, ROOT / "scripts" / "make_demo_tokenizer.py", tmp_path], check=True)
     for name in ("tokenizer.json", "tokenizer_config.json"):
-        assert (tmp_path / name).read_bytes() == (root / "configs" / "demo_tokenizer" / name).read_bytes()
+        assert (tmp_path / name).read_bytes() == (ROOT / "configs" / "demo_tokenizer" / name).read_bytes()

@@ -14,6 +14,7 @@ from trainer.config import DataSection, RewardSection, RewardTerm
 from trainer.data import Item, items_of
 from trainer.rewards import Response, RewardError, Rewards
 from trainer.tasks import resolve
+from trainer.verifiers import EXTRACT
 
 FILE = DataSection(source="x.jsonl", seed=0)
 HERE = str(pathlib.Path(__file__).parent)
@@ -56,7 +57,7 @@ def user(name, **fields) -> RewardSection:
     ],
 )
 def test_extract(extract, text, expected):
-    assert rewards._EXTRACT[extract](text) == expected
+    assert EXTRACT[extract](text) == expected
 
 
 def test_exact():
@@ -85,7 +86,9 @@ def test_task_verifier():
 
 def test_terms_add_up_with_their_weights():
     section = RewardSection(
-        kind="exact", weight=2.0, terms=(RewardTerm("reward_functions:length", -0.5, {"scale": 2.0}), RewardTerm("exact"))
+        kind="exact",
+        weight=2.0,
+        terms=(RewardTerm("reward_functions:length", -0.5, {"scale": 2.0}), RewardTerm("exact")),
     )
     got = judge(section, "ab", "ab", "abc")
     assert got.terms["exact"].tolist() == [1, 0]
