@@ -103,7 +103,7 @@ def parse_yaml(text: str, source: str = "configuration") -> Any:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """ "; did you mean 'x'?" for the known name nearest to `name`, else the list of known names."""
+    """What to say of an unknown name: the known one nearest to it, else all that are known."""
     known = list(known)
     match = difflib.get_close_matches(name, known, n=1, cutoff=0.6)
     if match:

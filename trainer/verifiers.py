@@ -64,7 +64,8 @@ def extract_boxed(text: str) -> str | None:
 
 def extract_number(text: str) -> str | None:
     """The last number, thousands separators removed; None without one."""
-    found = re.findall(r"-?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text)
+    # A minus right behind a digit or a bracket subtracts, and is no sign.
+    found = re.findall(r"(?:(?<![\d)])-)?(?:\d{1,3}(?:,\d{3})+|\d+)(?:\.\d+)?", text.replace("\u2212", "-"))
     return found[-1].replace(",", "") if found else None
 
 

@@ -51,6 +51,8 @@ def user(name, **fields) -> RewardSection:
         ("boxed", r"\boxed{1} then \boxed{\frac{4}{2}}", r"\frac{4}{2}"),
         ("boxed", r"\boxed{unclosed", None),
         ("number", "from 7 to -1,042.5, I think", "-1042.5"),
+        ("number", "12-5", "5"),
+        ("number", "it is \u22127", "-7"),
         ("number", "none", None),
         ("line", "work\n\n 42 \n\n", "42"),
         ("line", " \n", None),
