@@ -17,15 +17,40 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
 
 
 def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
-    """[T, H, d]. Training (layer is None): one call over all pages; inference: each row over its sequence's pages."""
+    """[T, H, d]. Training (layer is None): padded sequences, or all rows over all pages where that is less work; inference:
+    each row over its sequence's pages."""
     T = q_THd.shape[0]
     rows_T = jnp.arange(T)
     seq_T = jnp.clip(jnp.searchsorted(q_start_S1, rows_T, side="right") - 1, 0, kv_len_S.shape[0] - 1)
     position_T = kv_len_S[seq_T] - q_start_S1[seq_T + 1] + rows_T
     real_T = rows_T < q_start_S1[-1]
-    run = _over_all_pages if layer is None else _over_own_pages
+    run = _over_own_pages
+    if layer is None:
+        (N, p, *_), (S, P) = k_pages.shape, page_table_SP.shape
+        run = _padded_sequences if S * (P * p) ** 2 < T * N * p else _over_all_pages
     o_THd = run(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T)
     return jnp.where(real_T[:, None, None], o_THd, 0)
+
+
+def _padded_sequences(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T):
+    """One batched call over [S, L] positions, as trainers on padded batches have it."""
+    del layer
+    p, K, d = k_pages.shape[1:]
+    S, P = page_table_SP.shape
+    L = P * p
+    position_L = jnp.arange(L)
+    written_SL = position_L[None] < kv_len_S[:, None]
+    k_SLKd, v_SLKd = (
+        jnp.where(written_SL[..., None, None], x.at[page_table_SP].get(mode="clip").reshape(S, L, K, d), 0)
+        for x in (k_pages, v_pages)
+    )
+    # Padding rows come after the last sequence's, whose clipped index they have: their positions are past its end.
+    inside_T = position_T < kv_len_S[seq_T]
+    q_SLHd = jnp.zeros((S, L, *q_THd.shape[1:]), q_THd.dtype)
+    q_SLHd = q_SLHd.at[seq_T, jnp.where(inside_T, position_T, L)].set(q_THd, mode="drop")
+    sees_SLL = (position_L[None, None, :] <= position_L[None, :, None]) & written_SL[:, None, :]
+    o_SLHd = jax.nn.dot_product_attention(q_SLHd, k_SLKd, v_SLKd, mask=sees_SLL[:, None])
+    return o_SLHd.at[seq_T, position_T].get(mode="clip")
 
 
 def _over_all_pages(q_THd, k_pages, v_pages, kv_len_S, page_table_SP, layer, seq_T, position_T):

@@ -72,6 +72,15 @@ def test_accuracy_against_float64(impl, dtype, tolerance):
     assert relative(out, exact(*work)) < tolerance
 
 
+def test_both_layouts_of_the_native_baseline_compute_attention():
+    """Few pages: all rows over all pages; many: padded sequences."""
+    a, b = sequence(200, 8, "float32"), sequence(3, 9, "float32")
+    work = [(a, 0, 200), (b, 0, 3)]
+    for num_pages in (15, 200):
+        for got, x in zip(run("native", work, num_pages=num_pages, T=208, S=3, fill=0.0), (a, b), strict=True):
+            assert relative(got, exact(*x)) < 1e-5
+
+
 @pytest.mark.parametrize("impl", ISO)
 def test_every_row_alone_equals_its_row_in_a_causal_forward(impl):
     """Decode against training, around every edge of the tiles of 16 and the blocks of 128, among garbage."""
