@@ -8,11 +8,10 @@ TEST_WORKERS ?= 2
 # Demo and tests compute on the CPU, also where there is a GPU.
 CPU := JAX_PLATFORMS=cpu
 
-.PHONY: help env demo native test lint lock clean
+.PHONY: help env demo test lint lock clean
 
 help:
-	@echo "make demo    train a tiny model by GRPO on this CPU and plot it (under 5 minutes on 2 cores)"
-	@echo "make native  the first 20 steps of the same in native numerics, for comparison, into one plot"
+	@echo "make demo    train a tiny model by GRPO on this CPU, compare with native numerics, plot both (under 5 minutes)"
 	@echo "make test    all tests that need no GPU (under 15 minutes on 2 cores)"
 	@echo "make env     only the environment, in $(VENV)"
 	@echo "make lint    unused names, import order and the like, by ruff"
@@ -23,12 +22,7 @@ env:
 	@sh scripts/bootstrap.sh
 
 demo: env
-	$(CPU) $(BIN)/isomodel train configs/demo.yaml
-	$(CPU) $(BIN)/isomodel plot runs/demo
-
-native: demo
-	$(CPU) $(BIN)/isomodel train configs/demo.yaml name=demo_native numerics=native train.steps=20
-	$(CPU) $(BIN)/isomodel plot runs/demo runs/demo_native -o runs/demo_native/plot.png
+	$(BIN)/python scripts/demo.py
 
 test: env
 	$(CPU) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu and not timing"

@@ -1,4 +1,4 @@
-"""What `make demo` and `make native` give, measured: reward before and after, parity over all tokens, time.
+"""What `make demo` gives, measured: reward before and after, parity over all tokens, time.
 
     python -m benchmarks.demo [--reason TEXT]    (TEXT: why a target is missed, if one is)
 """

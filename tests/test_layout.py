@@ -165,3 +165,14 @@ def test_readme_commands_exist():
         for word in words:
             if word.startswith(("configs/", "scripts/", "benchmarks/", "docs/", "tests/")):
                 assert (ROOT / word).exists(), words
+
+
+def test_readme_and_docs_links_lead_somewhere():
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    broken = [
+        f"{page.relative_to(ROOT)}: {target}"
+        for page in pages
+        for target in re.findall(r"\]\(([^)#\s]+)", page.read_text())
+        if "://" not in target and not (page.parent / target).exists()
+    ]
+    assert broken == []
