@@ -132,7 +132,7 @@ BAD_LINES = [
     ({"prompt": ""}, "line 1: `prompt` must be text"),
     ({"prompt": 3}, "line 1: `prompt` must be text"),
     ({"messages": ["x"]}, "line 1: `messages` must be a list of objects"),
-    ({"messages": [{"content": "x"}]}, "line 1: a chat is a list of messages with a role each"),
+    ({"messages": [{"content": "x"}]}, "line 1: this is not a chat: message 0 has no role"),
     ({"messages": [{"role": "boss", "content": "x"}]}, "line 1: the chat template of .* refuses"),
     ({"prompt_ids": [1, "x"]}, "line 1: `prompt_ids` must be a list of integers"),
     ({"prompt_ids": [1, 300]}, "line 1: token 1 of the prompt is 300"),
