@@ -54,7 +54,6 @@ def summary(run: pathlib.Path) -> dict[str, str]:
         "steps with a difference": str(steps_with),
         "max |difference| of log-probability": f"{max(row['parity/max_abs'] for row in rows):.3g}",
         "max ratio": f"{max(row['ratio/max'] for row in rows):.9g}",
-        "seconds a step (median)": f"{sorted(row['time/step_s'] for row in rows)[len(rows) // 2]:.3f}",
     }
 
 

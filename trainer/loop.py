@@ -188,6 +188,8 @@ class _Run:
             chunk_tokens=e.chunk_tokens,
             decode_steps=e.decode_steps,
             prefix_cache=e.prefix_cache,
+            seq_buckets=e.seq_buckets,
+            token_buckets=e.token_buckets,
             prompt_logprobs=False,
         )
         return Engine(
