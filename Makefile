@@ -25,8 +25,7 @@ demo: env
 	$(BIN)/python scripts/demo.py
 
 test: env
-	$(CPU) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu and not timing"
-	$(CPU) $(BIN)/python -m pytest -q -m "timing and not gpu"
+	$(CPU) $(BIN)/python -m pytest -q -n $(TEST_WORKERS) --dist loadfile -m "not gpu"
 
 lint: env
 	$(BIN)/ruff check .
