@@ -121,13 +121,21 @@ class CheckpointStore:
         """The newest intact checkpoint (None: there is none), and {step: why it is torn} of those that it passed over."""
         torn: dict[int, str] = {}
         for step in reversed(self.steps()):
-            path = self.path(step)
-            reason = fault(path)
-            if reason is None:
-                facts = json.loads((path / FACTS).read_text())
-                return Checkpoint(path, step, facts, contracts.Contract.load(path / contracts.FILE)), torn
-            torn[step] = reason
+            found, reasons = self.at(step)
+            if found is not None:
+                return found, torn
+            torn |= reasons
         return None, torn
+
+    def at(self, step: int) -> tuple[Checkpoint | None, dict[int, str]]:
+        """The checkpoint of a step, or None and {step: why it is torn}; None and {} where there is none."""
+        path = self.path(step)
+        if not path.is_dir():
+            return None, {}
+        if reason := fault(path):
+            return None, {step: reason}
+        facts = json.loads((path / FACTS).read_text())
+        return Checkpoint(path, step, facts, contracts.Contract.load(path / contracts.FILE)), {}
 
 
 def load_arrays(checkpoint: Checkpoint, abstract: Any) -> Any:

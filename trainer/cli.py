@@ -1,4 +1,4 @@
-"""`isomodel train` and `isomodel plot`. Every `isomodel` command imports this module, so it imports the rest when run."""
+"""`isomodel train`, `plot` and `export`. Every `isomodel` command imports this module, so it imports the rest when run."""
 
 from __future__ import annotations
 
@@ -46,6 +46,21 @@ def add_plot(subparsers: argparse._SubParsersAction) -> None:
     parser.set_defaults(run=run_plot)
 
 
+def add_export(subparsers: argparse._SubParsersAction) -> None:
+    """Adds `isomodel export RUN FOLDER`."""
+    parser = subparsers.add_parser(
+        "export",
+        help="write a run's trained model as a Hugging Face folder",
+        description="Writes config, weights and tokenizer of a run's checkpoint into FOLDER, whole or not at all.",
+    )
+    parser.add_argument("run_folder", metavar="RUN", help="folder of the run")
+    parser.add_argument("folder", metavar="FOLDER", help="folder to make")
+    parser.add_argument("--step", type=int, help="checkpoint of this step (default: the newest)")
+    parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="of the weights (default: the run's compute dtype)")
+    parser.add_argument("--overwrite", action="store_true", help="replace a model folder that is there")
+    parser.set_defaults(run=run_export)
+
+
 def run_train(args: argparse.Namespace) -> int:
     from pallas_kernels import environment
     from trainer.config import TrainConfig
@@ -71,4 +86,12 @@ def run_plot(args: argparse.Namespace) -> int:
     first = pathlib.Path(args.runs[0])
     output = args.output or (first if first.is_dir() else first.parent) / "plot.png"
     print(plot(args.runs, output, smooth=args.smooth))
+    return 0
+
+
+def run_export(args: argparse.Namespace) -> int:
+    from trainer.export import export
+
+    found = export(args.run_folder, args.folder, step=args.step, dtype=args.dtype, overwrite=args.overwrite)
+    print(f"step {found.step} of {args.run_folder} is in {args.folder}")
     return 0
