@@ -113,6 +113,31 @@ def test_microbatches_change_gradients_by_rounding_only_and_parity_not_at_all(tm
     assert_parity([a, b])
 
 
+CROWDED = dict(
+    train__remat="true",
+    train__page_size=1,
+    rollout__top_p=0.9,
+    rollout__top_k=12,
+    rollout__engine__max_seqs=3,
+    rollout__engine__chunk_tokens=3,
+    rollout__engine__prefix_cache="false",
+    rollout__engine__page_size=4,
+    rollout__engine__num_pages=5,
+)
+EXACT = dict(numerics__compute_dtype="float32", rollout__min_p=0.02, train__page_size=128)
+
+
+@pytest.mark.parametrize("settings", [CROWDED, EXACT], ids=["crowded", "float32"])
+def test_parity_whatever_the_sizes_and_the_truncation(tmp_path, settings):
+    """Few slots, prompts cut into chunks, pages that run out, recomputed layers; truncated sampling (field case 3)."""
+    train(tiny.run_config(tmp_path, train__steps=3, optimizer__lr=0.01, **settings))
+    rows = rows_of(tmp_path)
+    assert len(rows) == 3
+    assert_parity(rows)
+    cases = contracts.Contract.load(tmp_path / "runs/run/contract.json").cases
+    assert ("remat" in cases) == (settings is CROWDED)
+
+
 def plant(monkeypatch, step: int, change) -> None:
     """Changes the trajectories of one step on their way to the trainer."""
     original = sampler.Sampler.rollout

@@ -23,7 +23,12 @@ SMALL = Bucket(rows=32, sequences=4, pages=2, page_size=16)
 def batches(draw):
     shapes = draw(st.lists(st.tuples(st.integers(1, 12), st.integers(1, 18)), min_size=1, max_size=12))
     rng = np.random.default_rng(draw(st.integers(0, 1000)))
-    return [tiny.trajectory(rng, p, c, inv_temp=rng.uniform(0.5, 2)) for p, c in shapes]
+    given = [tiny.trajectory(rng, p, c, inv_temp=rng.uniform(0.5, 2)) for p, c in shapes]
+    if draw(st.booleans()):  # a second turn behind a tool's output
+        tool, answer = tiny.trajectory(rng, 3, 2, inv_temp=1.5).segments
+        short = [i for i, t in enumerate(given) if len(t) <= 20]
+        given = [Trajectory((*t.segments, tool, answer)) if i in short[:2] else t for i, t in enumerate(given)]
+    return given
 
 
 @given(batches())

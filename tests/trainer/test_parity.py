@@ -160,3 +160,18 @@ def test_sampled_tokens_outside_the_loss_are_compared_too(tmp_path):
     given = [t.without_loss() for t in tiny.trajectories(4)]
     report = observed(given, lambda i, v: v - np.float32(1)).report()
     assert report.mismatched == report.tokens > 0
+
+
+def test_every_turn_of_a_conversation_is_compared():
+    given = tiny.trajectories(4)
+    turn = (Segment.context([7, 7, 7], 0), Segment.sampled([5, 6], [-1, -2], 0, 1.0))
+    given = [Trajectory((*t.segments, *turn)) for t in given]
+
+    def plant(i, values):
+        if i == 1:
+            values[-1] = ulp_up(values[-1])
+        return values
+
+    assert observed(given).report().tokens == sum(t.loss_tokens for t in given)
+    report = observed(given, plant).report()
+    assert report.mismatched == 1 and report.first[0].position == len(given[1]) - 1
