@@ -84,6 +84,7 @@ class CheckpointStore:
                 return target
             shutil.rmtree(target)
         try:
+            self._check_space(state)
             with new_folder(target) as temporary:
                 _write_arrays(temporary / STATE, state)
                 (temporary / FACTS).write_text(json.dumps(dict(facts) | {"step": step}, indent=1))
@@ -100,6 +101,13 @@ class CheckpointStore:
             ) from e
         self._prune()
         return target
+
+    def _check_space(self, state: Any) -> None:
+        """Refuses a write that cannot succeed before it begins. (Files are compressed, so this may be a few percent early.)"""
+        place = next(p for p in (self.folder, *self.folder.resolve().parents) if p.is_dir())
+        free, needed = shutil.disk_usage(place).free, sum(x.nbytes for x in jax.tree.leaves(state))
+        if free < needed:
+            raise OSError(errno.ENOSPC, f"{os.strerror(errno.ENOSPC)}: it needs {needed:,} bytes, and {free:,} are free")
 
     def _prune(self) -> None:
         """Removes all but the newest `keep` intact ones (torn ones before them too), and what killed writers left."""

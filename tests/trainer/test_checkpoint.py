@@ -194,7 +194,8 @@ def test_a_full_disk_is_said_and_leaves_the_old_ones(contract, tmp_path):
             try:
                 store.save(step, state, {}, contract)
             except CheckpointError as e:
-                assert "No space left on device; free some space" in str(e)
+                assert "No space left on device: it needs 400,000 bytes, and" in str(e)
+                assert "are free; free some space" in str(e)
                 full = step
                 break
         assert full > 1, "the disk was never full"
