@@ -14,7 +14,7 @@ from jax import lax
 from isomodel.batch import Batch, KVCache, TrainPages
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
-from isomodel.specs import Params, weight_specs
+from isomodel.specs import Params, weight_faults
 from pallas_kernels import attention as attention_op
 from pallas_kernels import embed, gemm, logprob, qk_norm_rope, rms_norm, silu_mul
 from pallas_kernels.weight import Weight
@@ -196,7 +196,8 @@ def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv
 
 
 def _forward(cfg, numerics, params, batch, kv, masters, remat, tap):
-    _check_params(cfg, numerics, params)
+    if faults := weight_faults(cfg, params, numerics.dtype):
+        raise ValueError("weights do not fit the model: " + "; ".join(faults))
     inference = isinstance(kv, KVCache)
     top = lambda name: Weight(params[name], None, None if masters is None else masters[name])  # noqa: E731
 
@@ -222,18 +223,6 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap):
         )
         _note("final_norm", hidden_TD)
     return hidden_TD, KVCache(*pages) if inference else None, seen
-
-
-def _check_params(cfg: ModelConfig, numerics: Numerics, params: Params) -> None:
-    specs = weight_specs(cfg)
-    faults = [f"missing {n}" for n in specs if n not in params] + [f"unknown {n}" for n in params if n not in specs]
-    faults += [
-        f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {numerics.dtype} {s.shape}"
-        for n, s in specs.items()
-        if n in params and (params[n].dtype != numerics.dtype or tuple(params[n].shape) != s.shape)
-    ]
-    if faults:
-        raise ValueError("weights do not fit the model: " + "; ".join(faults))
 
 
 def _head(params: Params, masters: Params | None) -> Weight:

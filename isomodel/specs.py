@@ -75,3 +75,14 @@ def init_params(cfg: ModelConfig, seed: int, dtype=jnp.float32) -> Params:
 def cast_params(params: Params, dtype) -> Params:
     """The compute copy of the masters: one rounding each, made once per optimizer step."""
     return {name: w.astype(dtype) for name, w in params.items()}
+
+
+def weight_faults(cfg: ModelConfig, params: Params, dtype) -> list[str]:
+    """What keeps `params` from being the weights of `cfg` in `dtype`, in words; empty when nothing does."""
+    specs = weight_specs(cfg)
+    faults = [f"missing {n}" for n in specs if n not in params] + [f"unknown {n}" for n in params if n not in specs]
+    return faults + [
+        f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {jnp.dtype(dtype)} {s.shape}"
+        for n, s in specs.items()
+        if n in params and (params[n].dtype != jnp.dtype(dtype) or tuple(params[n].shape) != s.shape)
+    ]

@@ -16,7 +16,7 @@ from isomodel.rollout import programs
 from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.scheduler import Plan, StepResult
 from isomodel.rollout.slots import SlotTable
-from isomodel.specs import Params
+from isomodel.specs import Params, weight_faults
 
 
 class Runner:
@@ -41,16 +41,7 @@ class Runner:
 
     def checked(self, params: Params) -> Params:
         """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""
-        wanted = programs.abstract_params(self.cfg, self.numerics)
-        faults = [f"missing {n}" for n in wanted if n not in params] + [
-            f"unknown {n}" for n in params if n not in wanted
-        ]
-        faults += [
-            f"{n} is {params[n].dtype} {tuple(params[n].shape)}, expected {w.dtype} {w.shape}"
-            for n, w in wanted.items()
-            if n in params and (params[n].dtype != w.dtype or tuple(params[n].shape) != w.shape)
-        ]
-        if faults:
+        if faults := weight_faults(self.cfg, params, self.numerics.dtype):
             raise ValueError("engine: weights do not fit the model: " + "; ".join(faults))
         return dict(params)
 
