@@ -1,4 +1,4 @@
-"""Folders that appear whole or not at all."""
+"""Folders and files that appear whole or not at all."""
 
 from __future__ import annotations
 
@@ -51,6 +51,27 @@ def new_folder(target: str | Path, *, overwrite: bool = False) -> Iterator[Path]
         raise OSError(e.errno, f"cannot write {target}, nothing was left there: {e.strerror or e}") from e
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def write_file(path: str | Path, content: bytes) -> None:
+    """Writes or replaces a file: a reader finds the old one or the new one, never a part.
+
+    Raises:
+      OSError: it cannot be written (no space, no permission); nothing is left behind.
+    """
+    path = Path(path)
+    temporary = path.with_name(f".{path.name}.tmp-{uuid.uuid4().hex[:8]}")
+    try:
+        with open(temporary, "wb") as f:
+            f.write(content)
+            f.flush()
+            os.fsync(f.fileno())
+        temporary.replace(path)
+    except OSError as e:
+        raise OSError(e.errno, f"cannot write {path}: {e.strerror or e}") from e
+    finally:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
 
 
 def _refuse_existing(target: Path, overwrite: bool) -> None:

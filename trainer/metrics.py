@@ -7,7 +7,6 @@ NaN or infinity: they are written as the strings "NaN", "Infinity" and "-Infinit
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import numbers
@@ -18,6 +17,7 @@ from typing import Any
 
 import numpy as np
 
+from isomodel.atomic import write_file
 from trainer.config import LogSection
 
 FILE = "metrics.jsonl"
@@ -135,7 +135,7 @@ class MetricsWriter:
             return
         self._samples.mkdir(exist_ok=True)
         lines = (json.dumps(s, ensure_ascii=False, default=str) + "\n" for s in samples[: self._log.samples])
-        _replace(self._samples / f"step_{step:06d}.jsonl", "".join(lines).encode())
+        write_file(self._samples / f"step_{step:06d}.jsonl", "".join(lines).encode())
 
     def close(self) -> None:
         """Closes every writer. Harmless twice."""
@@ -207,7 +207,7 @@ def keep_until(path: pathlib.Path, step: int) -> None:
     lines = path.read_bytes().split(b"\n")
     kept = b"".join(line + b"\n" for line, s in zip(lines[:-1], steps, strict=True) if s <= step)
     if kept != path.read_bytes():
-        _replace(path, kept)
+        write_file(path, kept)
 
 
 def rollout_metrics(
@@ -237,21 +237,6 @@ def rollout_metrics(
     }
 
 
-def _replace(path: pathlib.Path, content: bytes) -> None:
-    """Writes a file whole or not at all."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "wb") as f:
-            f.write(content)
-            f.flush()
-            os.fsync(f.fileno())
-        temporary.replace(path)
-    except OSError as e:
-        with contextlib.suppress(OSError):
-            temporary.unlink()
-        raise OSError(e.errno, f"cannot write {path}: {e.strerror or e}") from e
-
-
 def _wandb_run(project: str, folder: pathlib.Path, name: str, config: Mapping[str, Any] | None):
     try:
         import wandb
@@ -260,7 +245,7 @@ def _wandb_run(project: str, folder: pathlib.Path, name: str, config: Mapping[st
     # The id is kept in the run's folder, so that a resumed run goes on in the same W&B run.
     id_file = folder / "wandb_id"
     if not id_file.exists():
-        _replace(id_file, wandb.util.generate_id().encode())
+        write_file(id_file, wandb.util.generate_id().encode())
     return wandb.init(
         project=project, name=name, id=id_file.read_text(), resume="allow", dir=str(folder), config=dict(config or {})
     )

@@ -15,11 +15,11 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import pathlib
 from collections.abc import Mapping
 from typing import Any
 
 from isomodel import yaml_config
+from isomodel.atomic import write_file
 from trainer.checkpoint import Checkpoint, CheckpointStore
 from trainer.config import TrainConfig
 from trainer.metrics import FILE as METRICS
@@ -144,7 +144,7 @@ class RunFolder:
 
     def _write_config(self, config: TrainConfig) -> None:
         try:
-            write_whole(self.path / CONFIG, config.to_yaml())
+            write_file(self.path / CONFIG, config.to_yaml().encode())
         except OSError as e:
             raise RunError(f"the run folder {self.path} cannot be written: {e.strerror or e}; set run_dir to another place") from e
 
@@ -167,7 +167,7 @@ class RunFolder:
             )
         step = found.step if found else 0
         self.notes.append(f"settings changed since the run was begun:{shown(changed)}")
-        write_whole(self.path / f"config.until_step_{step}.yaml", saved_text)
+        write_file(self.path / f"config.until_step_{step}.yaml", saved_text.encode())
         self._write_config(config)
 
     def add_evaluation(self, row: Mapping[str, Any]) -> None:
@@ -197,17 +197,3 @@ def flatten(mapping: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             flat[f"{prefix}{key}"] = value
     return flat
-
-
-def write_whole(path: pathlib.Path, text: str) -> None:
-    """Writes a small file so that a reader finds the old one or the new one; raises OSError."""
-    temporary = path.with_name(f".{path.name}.tmp")
-    try:
-        with open(temporary, "w") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        temporary.replace(path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise

@@ -6,12 +6,12 @@ import dataclasses
 import json
 import os
 import pathlib
-import tempfile
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 
+from isomodel import atomic
 from isomodel.config import ModelConfig
 from isomodel.contract.canonical import digest, plain
 from isomodel.numerics import Numerics
@@ -154,18 +154,7 @@ class Contract:
         Raises:
           OSError: it cannot be written; nothing is left behind.
         """
-        path = pathlib.Path(path)
-        handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=f".{path.name}.")
-        try:
-            with os.fdopen(handle, "w") as file:
-                json.dump(self.to_json(), file, indent=1)
-                file.write("\n")
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(temporary, path)
-        except BaseException:
-            os.unlink(temporary)
-            raise
+        atomic.write_file(path, (json.dumps(self.to_json(), indent=1) + "\n").encode())
 
     @classmethod
     def load(cls, path: str | os.PathLike) -> Contract:
