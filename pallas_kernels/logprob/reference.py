@@ -48,21 +48,28 @@ def logits(x_BD: jax.Array, w_VD: jax.Array) -> jax.Array:
     return z_BV if V == V8 else jnp.where(jnp.arange(V8)[None] < V, z_BV, -jnp.inf)
 
 
+def eighths(s_MV: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Per eighth of the vocabulary: (M, sum of 2^(z - M)) of the scaled logits z in log2 units, fp32 [rows, eighths].
+
+    A shard of the vocabulary owns whole eighths, so these are what shards would exchange.
+    """
+    z_Menb = (s_MV * jnp.float32(LOG2E)).reshape(s_MV.shape[0], EIGHTHS, -1, VOCAB_BLOCK)
+    # Finite, so that a block of pads gives 2^-inf = 0 and not NaN.
+    max_Men = jnp.maximum(jnp.ceil(jnp.max(z_Menb, axis=3)), jnp.float32(-(2.0**30)))
+    sum_Men = halving_sum(jnp.exp2(z_Menb - max_Men[..., None]))
+    max_Me = jnp.max(max_Men, axis=2)
+    scaled_nMe = jnp.moveaxis(sum_Men * exp2_int(max_Men - max_Me[..., None]), 2, 0)
+    zeros_Me = jnp.zeros(max_Me.shape, jnp.float32)
+    return max_Me, lax.fori_loop(0, scaled_nMe.shape[0], lambda n, total: total + scaled_nMe[n], zeros_Me)
+
+
 def reduce(logits_BV, targets_B, inv_temp_B) -> tuple[jax.Array, jax.Array]:
     """(log-probability of the target [B], log-sum-exp [B]), nats, fp32."""
 
     def tile(z_MV, targets_M, inv_temp_M):
         s_MV = z_MV * inv_temp_M[:, None]
         target_M = jnp.take_along_axis(s_MV, targets_M[:, None], axis=1)[:, 0]
-        z_Menb = (s_MV * jnp.float32(LOG2E)).reshape(ROWS, EIGHTHS, -1, VOCAB_BLOCK)
-        # Finite, so that a block of pads gives 2^-inf = 0 and not NaN.
-        max_Men = jnp.maximum(jnp.ceil(jnp.max(z_Menb, axis=3)), jnp.float32(-(2.0**30)))
-        sum_Men = halving_sum(jnp.exp2(z_Menb - max_Men[..., None]))
-        max_Me = jnp.max(max_Men, axis=2)
-        scaled_nMe = jnp.moveaxis(sum_Men * exp2_int(max_Men - max_Me[..., None]), 2, 0)
-        sum_Me = lax.fori_loop(
-            0, scaled_nMe.shape[0], lambda n, total: total + scaled_nMe[n], jnp.zeros((ROWS, EIGHTHS), jnp.float32)
-        )
+        max_Me, sum_Me = eighths(s_MV)
         while sum_Me.shape[1] > 1:
             a_max, b_max = max_Me[:, ::2], max_Me[:, 1::2]
             max_Me = jnp.maximum(a_max, b_max)

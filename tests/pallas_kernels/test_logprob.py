@@ -68,18 +68,21 @@ def test_never_positive_and_exact_at_the_ends(impl):
     assert (logprob.from_logits(near, jnp.full(16, 7), jnp.ones(16), region="b", impl=impl) <= 0).all()
 
 
-@pytest.mark.parametrize("impl", ISO)
-def test_an_eighth_of_the_vocabulary_reduces_by_itself(impl):
-    """A shard that owns whole eighths owns a subtree: -inf elsewhere must not change its partial sums' bits."""
-    del impl
-    rng = np.random.default_rng(2)
-    z = jnp.asarray(rng.standard_normal((16, 8 * 256)) * 4, jnp.float32)
-    whole = reference.reduce(z, jnp.zeros(16, jnp.int32), jnp.ones(16))[1]
-    parts = []
-    for half in (slice(0, 1024), slice(1024, 2048)):
-        masked = jnp.full_like(z, -jnp.inf).at[:, half].set(z[:, half])
-        parts.append(np.asarray(reference.reduce(masked, jnp.zeros(16, jnp.int32), jnp.ones(16))[1], np.float64))
-    assert relative(np.logaddexp(*parts), whole) < 1e-6
+def test_an_eighth_of_the_vocabulary_has_its_own_bits():
+    """A shard that owns whole eighths owns a subtree: what the other shards hold must not change its partial sums."""
+    z = spread(np.random.default_rng(2), 16, 8 * 256, binades=3, dtype=jnp.float32)
+    run = jax.jit(reference.eighths)
+    whole = run(z)
+    for ranks in (2, 4, 8):
+        size, own = z.shape[1] // ranks, 8 // ranks
+        for rank in range(ranks):
+            here = slice(rank * size, (rank + 1) * size)
+            for fill in (-jnp.inf, 300.0):
+                part = run(jnp.full_like(z, fill).at[:, here].set(z[:, here]))
+                mine = slice(rank * own, (rank + 1) * own)
+                assert same([x[:, mine] for x in part], [x[:, mine] for x in whole])
+    moved = run(z.at[:, 300].set(np.nextafter(np.asarray(z[:, 300]), np.inf) + 1))
+    assert not same([moved[1][:, 1:2]], [whole[1][:, 1:2]]) and same([moved[1][:, 2:]], [whole[1][:, 2:]])
 
 
 @pytest.mark.parametrize("impl", [*ISO, "native"])
