@@ -139,7 +139,7 @@ def garbage(subject: Subject) -> GateResult:
     @jax.jit
     def step(batch, cache):
         hidden_TD, cache = model.forward(subject.cfg, subject.numerics, subject.params, batch, cache)
-        rows = model.logits(subject.cfg, subject.numerics, subject.params, hidden_TD[: batch.tokens_T.shape[0]][-1:])
+        rows = model.logits(subject.cfg, subject.numerics, subject.params, hidden_TD[-1:])
         return rows, cache
 
     for index in (2, 7):

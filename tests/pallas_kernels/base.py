@@ -35,9 +35,7 @@ def same(got, want) -> bool:
 class RowOp:
     """Tests of an op that maps rows to rows. A subclass gives the four methods below."""
 
-    width_note = ""
     tolerance = {"bfloat16": 1e-2, "float32": 1e-5}
-    native_rounds_more = 1.0
 
     def rows(self, rng: np.random.Generator, T: int, dtype) -> tuple[jax.Array, ...]:
         """Arrays [T, ...] that the op takes."""

@@ -72,8 +72,8 @@ def test_support_and_truncated_log_probability(options):
     p = np.where(keep, np.exp(row.astype(np.float64) - row.max()), 0)
     p /= p.sum()
     np.testing.assert_allclose(lp, np.log(p[np.asarray(tokens)]), atol=2e-5)
-    if keep.sum() <= 8:
-        assert set(np.asarray(tokens)) == set(np.flatnonzero(keep)) or p[keep].min() < 0.02
+    expected = np.flatnonzero(p > 0.03)  # 400 draws miss one of these once in 200,000 times
+    assert set(expected) <= set(np.asarray(tokens))
 
 
 def test_ties_go_to_the_lowest_index():
