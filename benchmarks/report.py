@@ -20,6 +20,8 @@ import sys
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 PAGE = HERE / "RESULTS.md"
+README = HERE.parent / "README.md"
+BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
 
@@ -199,25 +201,45 @@ def render(results: list[Result]) -> str:
     return "\n".join(lines) + "\n"
 
 
+def with_table(readme: str, results: list[Result]) -> str:
+    """The README with its table of figures, between the two marks, made anew.
+
+    Raises:
+      ResultsError: it does not have the marks.
+    """
+    if readme.count(BEGIN) != 1 or readme.count(END) != 1:
+        raise ResultsError(f"the README needs {BEGIN} and {END}, once each")
+    lines = ["", "| what | ours | baseline | target | met |", "|---|---|---|---|---|"]
+    for r in results:
+        baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.metric} ({_figure(r.ratio)}x)"
+        met = "-" if r.target is None else "yes" if r.met else "**no**"
+        lines.append(f"| {r.work} | {_figure(r.ours)} {r.metric} | {baseline} | {r.target or '-'} | {met} |")
+    before, rest = readme.split(BEGIN)
+    return before + BEGIN + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
+
+
 def main(argv: list[str] | None = None) -> int:
-    """Writes the page; with --check writes nothing and returns 1 where it is out of date. 2 for unusable results."""
+    """Writes the page and the README's table; with --check writes nothing and returns 1 where it is out of date. 2 for unusable results."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="only say whether RESULTS.md is up to date")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
+    parser.add_argument("--readme", type=pathlib.Path, default=README)
     args = parser.parse_args(argv)
     try:
-        page = render(load(args.results))
+        results = load(args.results)
+        wanted = {args.page: render(results), args.readme: with_table(args.readme.read_text(), results)}
     except (OSError, ResultsError) as e:
         print(e, file=sys.stderr)
         return 2
     if not args.check:
-        args.page.write_text(page)
+        for path, text in wanted.items():
+            path.write_text(text)
         return 0
-    if args.page.exists() and args.page.read_text() == page:
-        return 0
-    print(f"{args.page} is out of date; run: python -m benchmarks.report", file=sys.stderr)
-    return 1
+    stale = [str(path) for path, text in wanted.items() if not path.exists() or path.read_text() != text]
+    for path in stale:
+        print(f"{path} is out of date; run: python -m benchmarks.report", file=sys.stderr)
+    return int(bool(stale))
 
 
 if __name__ == "__main__":

@@ -75,17 +75,25 @@ def test_wrong_lines_are_all_named(path):
 
 
 def test_command_line(path, tmp_path, capsys):
-    page = tmp_path / "RESULTS.md"
-    arguments = ["--results", str(path), "--page", str(page)]
+    page, readme = tmp_path / "RESULTS.md", tmp_path / "README.md"
+    readme.write_text(f"before\n{report.BEGIN}old{report.END}\nafter\n")
+    arguments = ["--results", str(path), "--page", str(page), "--readme", str(readme)]
     assert report.main(arguments) == 2
     report.record(path, **ROW)
     assert report.main([*arguments, "--check"]) == 1 and not page.exists()
     assert report.main(arguments) == 0 and "GEMM" in page.read_text()
+    text = readme.read_text()
+    assert text.startswith("before\n") and text.endswith("\nafter\n") and "old" not in text
+    assert "| GEMM, T 1024 | 12 ms | 8 ms (1.5x) | <= 3 | yes |" in text
     assert report.main([*arguments, "--check"]) == 0
+    readme.write_text(text.replace("12 ms", "11 ms"))
+    assert report.main([*arguments, "--check"]) == 1, "a figure typed by hand"
+    assert report.main(arguments) == 0 and readme.read_text() == text
     report.record(path, **ROW | {"ours": 9.0})
     assert report.main([*arguments, "--check"]) == 1
+    readme.write_text("no marks")
+    assert report.main(arguments) == 2 and readme.read_text() == "no marks"
 
 
-@pytest.mark.skipif(not report.RESULTS.exists(), reason="nothing was measured yet")
 def test_the_committed_page_is_up_to_date():
     assert report.main(["--check"]) == 0
