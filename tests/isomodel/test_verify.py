@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import sys
 
 import numpy as np
 import pytest
@@ -34,6 +35,58 @@ def test_control_native_numerics_fail():
     native = Numerics(mode="native", compute_dtype="float32")
     result = gates.cases(Subject(tiny.CONFIG, native, tiny.params(0, tiny.CONFIG, native)))
     assert result.differing > 0 and not result.passed and result.max_abs > 0
+
+
+@pytest.fixture(scope="module")
+def subject():
+    """Its completions alone are computed before any test plants a fault in them."""
+    subject = Subject(tiny.CONFIG, tiny.BF16, tiny.params())
+    assert len(subject.alone) == 8
+    return subject
+
+
+def one_ulp_off(completion):
+    """The completion with the last bit of its last log-probability, and of one entry of its last logits row, flipped."""
+    logprobs, logits = completion.logprobs.copy(), completion.logits.copy()
+    logprobs.view(np.uint32)[-1] ^= 1
+    logits.view(np.uint32)[-1, 5] ^= 1
+    return dataclasses.replace(completion, logprobs=logprobs, logits=logits)
+
+
+AGAINST_ALONE = [g for g in gates.ALL if g not in (gates.preemption, gates.tamper, gates.control)]
+
+
+@pytest.mark.parametrize("gate", AGAINST_ALONE, ids=lambda g: g.__name__)
+def test_control_every_gate_sees_one_ulp(subject, gate, monkeypatch):
+    monkeypatch.setitem(subject.__dict__, "alone", [one_ulp_off(c) for c in subject.alone])
+    result = gate(subject)
+    assert 0 < result.differing < result.compared and not result.passed and result.hazard_fired
+
+
+def test_control_preemption_sees_other_weights(subject, monkeypatch):
+    """Its comparison is with an engine of its own: the engine that preempts gets a weight one ULP away."""
+    nudged = Subject(subject.cfg, subject.numerics, gates._nudged(subject))
+    plain = subject.engine
+    monkeypatch.setattr(subject, "engine", lambda **changes: (nudged.engine if changes else plain)(**changes))
+    result = gates.preemption(subject)
+    assert result.differing > 0 and not result.passed and result.hazard_fired
+
+
+def test_control_tamper_sees_a_check_that_refuses_nothing(subject, monkeypatch):
+    monkeypatch.setattr(gates, "check", lambda saved, current: [])
+    result = gates.tamper(subject)
+    assert result.differing == result.compared > 0 and not result.passed
+
+
+def test_control_a_fresh_process_that_samples_otherwise(subject, monkeypatch):
+    other = [sys.executable, "-c", f"print({'0' * 64!r})"]
+    assert not gates.fresh_process(subject, other).passed
+    same = [sys.executable, "-c", f"print({gates.digest(subject)!r})"]
+    assert gates.fresh_process(subject, same).passed
+    monkeypatch.setitem(subject.__dict__, "alone", [one_ulp_off(c) for c in subject.alone])
+    assert not gates.fresh_process(subject, same).passed
+    with pytest.raises(RuntimeError, match="second process ended with 3"):
+        gates.fresh_process(subject, [sys.executable, "-c", "raise SystemExit(3)"])
 
 
 def test_a_failed_gate_gives_exit_code_1(folder, monkeypatch, capsys):
