@@ -1,0 +1,98 @@
+"""What our Hopper kernels need of Mosaic GPU and is bound to one JAX release: launch, interpreter, explicit arithmetic.
+
+Mosaic emits float add, sub and mul with contraction allowed, so the compiler may fuse a product and a sum in one
+specialisation of a kernel and not in another. Arithmetic whose rounding reaches the bits goes through the functions here:
+each is one PTX instruction that no compiler pass fuses, splits or reorders.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+
+import jax
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+SMS = 132
+"""Streaming multiprocessors of an H100 SXM or H200: persistent kernels launch this many programs."""
+
+TILED = (plgpu.TilingTransform((8, 64)), plgpu.SwizzleTransform(128))
+"""Layout in shared memory of a 2-byte matrix whose rows are multiples of 64 long, as wgmma and TMA want it."""
+
+_interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("interpret", default=False)
+_trace_context = jax.make_user_context(False)
+
+
+@contextlib.contextmanager
+def interpreted():
+    """Kernels traced inside run on the CPU, in JAX's GPU interpreter with race detection."""
+    token = _interpret.set(True)
+    try:
+        with _trace_context(True):  # part of the key of JAX's caches: nothing is answered from a trace for the GPU
+            yield
+    finally:
+        _interpret.reset(token)
+
+
+def interpreting() -> bool:
+    """Whether kernels are being traced for the interpreter."""
+    return _interpret.get()
+
+
+def kernel(body, **options):
+    """`plgpu.kernel`, or its interpreted form inside `interpreted()`."""
+    if interpreting():
+        options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
+    return plgpu.kernel(body, **options)
+
+
+def _instruction(ptx: str, operands: tuple, layout, fallback):
+    """One fp32 PTX instruction on each element of `operands` (arrays of one shape, all in `layout`)."""
+    if interpreting():
+        return fallback(*operands)
+    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+
+    @plgpu.inline_mgpu(
+        arg_types=(layout,) * len(operands), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+    )
+    def emit(_, first, *rest):
+        return first._pointwise(first._lift_fast_instr(ptx), *rest)
+
+    return emit(*operands)
+
+
+def fma(x: jax.Array, y: jax.Array, z: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x * y + z, rounded once; fp32 arrays of one shape and `layout`."""
+    return _instruction("fma.rn.f32", (x, y, z), layout, lambda x, y, z: x * y + z)
+
+
+def mul(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x * y, rounded, never fused with an addition; fp32 arrays of one shape and `layout`."""
+    return _instruction("mul.rn.f32", (x, y), layout, lambda x, y: x * y)
+
+
+def add(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x + y, rounded, never fused with a product; fp32 arrays of one shape and `layout`."""
+    return _instruction("add.rn.f32", (x, y), layout, lambda x, y: x + y)
+
+
+def exp2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """2**x by the special function unit (2 ulp; exact for whole numbers; subnormals flush to 0)."""
+    return _instruction("ex2.approx.ftz.f32", (x,), layout, jnp.exp2)
+
+
+def ceil(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """The next whole number that is not below x, as fp32."""
+    return _instruction("cvt.rpi.f32.f32", (x,), layout, jnp.ceil)
+
+
+def row_layout(layout=plgpu.Layout.WGMMA):
+    """Layout of one value a row of a matrix in `layout`."""
+    return layout.reduce(1)
+
+
+def rows(x_M: jax.Array, shape: tuple[int, int]) -> jax.Array:
+    """x [M] spread over the columns of [M, N]."""
+    return lax.broadcast_in_dim(x_M, shape, [0])
