@@ -1,0 +1,64 @@
+"""Device time of jitted calls on a GPU: medians, inputs too large for the cache or rotated, never zeros."""
+
+from __future__ import annotations
+
+import functools
+import statistics
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import profiler
+
+BATCHES = 5
+
+
+def device_us(f: Callable, *args, iterations: int = 20) -> float:
+    """Median over `BATCHES` batches of the mean device time of one call of jit(f)(*args), in microseconds.
+
+    Calls are queued back to back and awaited once, so that the host stays out of it; a call shorter than about 100 us is
+    bound by the host's dispatch: use `kernel_us` or `loop_us` there.
+    """
+    g = f if hasattr(f, "lower") else jax.jit(f)
+    jax.block_until_ready(g(*args))
+    jax.block_until_ready(g(*args))
+    times = []
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        out = None
+        for _ in range(iterations):
+            out = g(*args)
+        jax.block_until_ready(out)
+        times.append((time.perf_counter() - start) / iterations * 1e6)
+    return statistics.median(times)
+
+
+def kernel_us(f: Callable, *args, iterations: int = 20) -> float:
+    """Median of the summed time of the kernels of one call of jit(f)(*args) by CUPTI, in microseconds: no launch gaps."""
+    g = f if hasattr(f, "lower") else jax.jit(f)
+    jax.block_until_ready(g(*args))
+    _, milliseconds = profiler.measure(g, iterations=iterations)(*args)
+    return statistics.median(milliseconds) * 1e3
+
+
+def loop_us(step: Callable, x: jax.Array, *args, trips: int = 20) -> float:
+    """Median time of one trip of a loop on the device that carries x, x = step(i, x, *args), in microseconds: launches
+    and gaps as a model's own loop has them."""
+    run = jax.jit(lambda x, *a: lax.fori_loop(0, trips, lambda i, x: step(i, x, *a), x))
+    jax.block_until_ready(run(x, *args))
+    times = []
+    for _ in range(BATCHES):
+        start = time.perf_counter()
+        jax.block_until_ready(run(x, *args))
+        times.append((time.perf_counter() - start) / trips * 1e6)
+    return statistics.median(times)
+
+
+@functools.cache
+def copy_bandwidth() -> float:
+    """Bytes a second of a large copy on the device, bytes read plus bytes written: the ceiling of memory-bound work."""
+    x = jax.random.normal(jax.random.key(0), (1 << 30,), jnp.bfloat16)
+    us = device_us(jax.jit(lambda x: -x), x, iterations=10)
+    return 2 * x.nbytes / (us * 1e-6)
