@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from isomodel.batch import Batch, KVCache, TrainPages
+from isomodel.batch import NO_SLOT, Batch, KVCache, TrainPages
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.specs import Params, weight_faults
@@ -96,16 +96,22 @@ class Attention(nnx.Module):
 
 
 def _write_pages(k_TKd, v_TKd, kv, ctx: LayerContext):
-    """Bytes move, nothing rounds: rows go to their slots, padding goes nowhere."""
+    """Bytes move, nothing rounds: rows go to their slots, padding goes nowhere.
+
+    Every padding row gets a slot of its own out of range: all indices are unique, and XLA's deterministic scatter is then
+    a plain parallel store.
+    """
     slots_T = ctx.batch.slots_T
+    slots_T = jnp.where(slots_T >= NO_SLOT, NO_SLOT + jnp.arange(slots_T.shape[0], dtype=jnp.int32), slots_T)
+    put = lambda pages, at, x: pages.at[at].set(x, mode="drop", unique_indices=True)  # noqa: E731
     if ctx.layer is None:
         pages = ctx.pages
         flat = (pages.num_pages * pages.page_size, *k_TKd.shape[1:])
         paged = (pages.num_pages, pages.page_size, *k_TKd.shape[1:])
-        return tuple(jnp.zeros(flat, x.dtype).at[slots_T].set(x, mode="drop").reshape(paged) for x in (k_TKd, v_TKd))
+        return tuple(put(jnp.zeros(flat, x.dtype), slots_T, x).reshape(paged) for x in (k_TKd, v_TKd))
     page_size = kv[0].shape[2]
-    page_T, offset_T = slots_T // page_size, slots_T % page_size
-    return tuple(p.at[ctx.layer, page_T, offset_T].set(x, mode="drop") for p, x in zip(kv, (k_TKd, v_TKd), strict=True))
+    at = (ctx.layer, slots_T // page_size, slots_T % page_size)
+    return tuple(put(p, at, x) for p, x in zip(kv, (k_TKd, v_TKd), strict=True))
 
 
 class DenseMLP(nnx.Module):

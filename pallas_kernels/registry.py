@@ -13,6 +13,8 @@ import jax
 from pallas_kernels import environment
 
 IMPLEMENTATIONS = ("reference", "hopper", "native")
+CAPABILITY = "9.0"
+"""Compute capability that the Hopper kernels are written for and tested on."""
 
 _recorder: contextvars.ContextVar[dict | None] = contextvars.ContextVar("recorder", default=None)
 _recordings = itertools.count(1)
@@ -46,12 +48,15 @@ def resolve_backend(backend: str, platform: str) -> str:
 
 def hopper_unsupported_reason(platform: str) -> str | None:
     """Why the Hopper kernels cannot run on this platform; None if they can."""
-    try:
-        importlib.import_module("pallas_kernels.gemm.hopper")
-    except ModuleNotFoundError:
-        return "this version has no Hopper kernels yet"
     if platform not in ("gpu", "cuda"):
-        return f"it needs an NVIDIA GPU of compute capability 9.0, and JAX runs on {platform!r}"
+        return f"it needs an NVIDIA GPU of compute capability {CAPABILITY}, and JAX runs on {platform!r}"
+    device = jax.devices()[0]
+    capability = str(getattr(device, "compute_capability", "unknown"))
+    if capability != CAPABILITY:
+        return (
+            f"it needs compute capability {CAPABILITY} (H100, H200, GH200), and this {device.device_kind} has {capability}: "
+            "its tensor cores may round otherwise, and nobody has tested them"
+        )
     return None
 
 

@@ -48,9 +48,10 @@ _ISO_CLAIMS = {
 }
 CLAIMS = {
     "reference": _ISO_CLAIMS,
+    "hopper": _ISO_CLAIMS,
     "native": {name: [1] if name == "tensor_parallel" else False for name in _ISO_CLAIMS},
 }
-"""Per implementation, the axes that a row's bits are invariant over, as far as tests/ proves it."""
+"""Per implementation, the axes that a row's bits are invariant over, as far as tests/ (tests/gpu for hopper) proves it."""
 
 DROPPED_ON_UPDATE = ("KV pages", "prefix cache index", "compute copy of the weights")
 """State that depends on the weights, so that a weight update must drop it."""

@@ -10,7 +10,7 @@ import time
 import rich.console
 import rich.table
 
-from isomodel import fetch, weights
+from isomodel import fetch, specs, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.verify import gates
@@ -26,6 +26,9 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--backend", choices=("auto", "reference", "hopper"), default="auto")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), default="bfloat16")
     parser.add_argument("--tokens", type=int, default=8, help="tokens sampled for each prompt (default: 8)")
+    parser.add_argument(
+        "--random-weights", type=int, metavar="SEED", help="random weights: MODEL needs no more than a config.json"
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--digest", action="store_true", help="only print a hash of what the model samples here")
     parser.set_defaults(run=run)
@@ -40,11 +43,17 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"--tokens {args.tokens}: a gate needs at least 2 sampled tokens")
     folder = fetch.resolve(args.model)
     cfg = ModelConfig.load(folder)
-    subject = Subject(cfg, numerics, weights.load(folder, cfg, args.dtype), tokens=args.tokens)
+    if args.random_weights is None:
+        params = weights.load(folder, cfg, args.dtype)
+    else:
+        params = specs.init_params(cfg, args.random_weights, args.dtype)
+    subject = Subject(cfg, numerics, params, tokens=args.tokens)
     if args.digest:
         print(gates.digest(subject))
         return 0
     same = [str(folder), "--numerics", args.numerics, "--backend", args.backend, "--dtype", args.dtype]
+    if args.random_weights is not None:
+        same += ["--random-weights", str(args.random_weights)]
     command = gates.second_process([*same, "--tokens", str(args.tokens)])
     results = list(run_gates(subject, command, lambda r, s: print(f"{_mark(r)} {r.gate} ({s:.0f} s)", file=sys.stderr)))
     print_table(results, rich.console.Console())

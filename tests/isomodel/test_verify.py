@@ -31,6 +31,15 @@ def test_every_gate_passes_and_the_exit_code_is_0(folder, tmp_path, capsys):
     assert "14 gates: 14 passed, 0 failed" in capsys.readouterr().out
 
 
+def test_random_weights_need_only_a_config(folder, tmp_path, capsys):
+    (tmp_path / "config.json").write_bytes((folder / "config.json").read_bytes())
+    digests = []
+    for seed in ("3", "3", "4"):
+        assert cli.main(["verify", str(tmp_path), "--random-weights", seed, "--tokens", "2", "--digest"]) == 0
+        digests.append(capsys.readouterr().out.split()[-1])
+    assert digests[0] == digests[1] != digests[2]
+
+
 def test_control_native_numerics_fail():
     native = Numerics(mode="native", compute_dtype="float32")
     result = gates.cases(Subject(tiny.CONFIG, native, tiny.params(0, tiny.CONFIG, native)))

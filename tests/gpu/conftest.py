@@ -1,0 +1,62 @@
+"""GPU gates: what they ran on and how they ended goes to benchmarks/gpu_gate.json (or $ISOMODEL_GPU_GATE), to be committed.
+
+    ISOMODEL_TEST_GPU=1 pytest tests/gpu -n 6
+
+A run of some of the tests (`-k`, a path below tests/gpu) writes nothing: the file always speaks of all of them.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import os
+import pathlib
+import subprocess
+import time
+
+import pytest
+
+HERE = pathlib.Path(__file__).parent
+ROOT = HERE.parents[1]
+
+# Several test processes share one GPU.
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
+
+def _commit() -> str:
+    """Of the checkout; $ISOMODEL_COMMIT where the tests run on a copy without .git. A trailing + says: with changes."""
+    if "ISOMODEL_COMMIT" in os.environ:
+        return os.environ["ISOMODEL_COMMIT"]
+    git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
+    return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+
+
+def pytest_sessionstart(session):
+    session.config.stash[_START] = time.time()
+
+
+_START = pytest.StashKey[float]()
+
+
+def pytest_terminal_summary(terminalreporter, exitstatus, config):
+    everything = [pathlib.Path(a.split("::")[0]).resolve() for a in config.args] == [HERE] and not config.option.keyword
+    if os.environ.get("ISOMODEL_TEST_GPU") != "1" or hasattr(config, "workerinput") or not everything:
+        return
+    from pallas_kernels import environment
+
+    facts = environment.describe()
+    stats = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")}
+    gate = {
+        "commit": _commit(),
+        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+        "gpu": facts.get("gpu", {}).get("device", facts["platform"]),
+        "versions": {"jax": facts["jax"], "jaxlib": facts["jaxlib"]} | facts.get("gpu", {}),
+        "passed": len(stats["passed"]),
+        "failed": [r.nodeid for r in stats["failed"] + stats["error"]],
+        "skipped": [f"{r.nodeid}: {r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr}" for r in stats["skipped"]],
+        "seconds": round(time.time() - config.stash[_START]),
+        "exit_status": int(exitstatus),
+    }
+    path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
+    path.write_text(json.dumps(gate, indent=1) + "\n")
+    terminalreporter.write_line(f"wrote {path}")

@@ -1,0 +1,66 @@
+"""The whole model on the GPU: every gate of `isomodel verify`, on SmolLM2 and on random weights of Qwen3's shapes."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from isomodel import specs, weights
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.verify import gates
+from isomodel.verify.subject import Subject
+from tests.isomodel import smollm2
+
+HOPPER = Numerics("iso", "hopper", "bfloat16")
+
+QWEN3_06B = ModelConfig(
+    family="qwen3",
+    vocab_size=151936,
+    hidden_size=1024,
+    intermediate_size=3072,
+    num_layers=28,
+    num_heads=16,
+    num_kv_heads=8,
+    head_dim=128,
+    rms_norm_eps=1e-6,
+    rope_theta=1e6,
+    max_positions=4096,
+    tie_embeddings=True,
+    qk_norm=True,
+)
+# A gate sees a fault in a layer of its shape, not in how many there are: four layers keep the run short.
+QWEN3_8B = dataclasses.replace(
+    QWEN3_06B,
+    hidden_size=4096,
+    intermediate_size=12288,
+    num_layers=4,
+    num_heads=32,
+    tie_embeddings=False,
+)
+
+
+@functools.cache
+def subject(name: str) -> Subject:
+    if name == "smollm2":
+        folder = smollm2.folder()
+        cfg = ModelConfig.load(folder)
+        return Subject(cfg, HOPPER, weights.load(folder, cfg, "bfloat16"))
+    cfg = {"qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B}[name]
+    params = jax.jit(lambda: specs.init_params(cfg, 0, jnp.bfloat16))()
+    # Ones and small normals hide reordering: norms off 1, and heavier tails than init gives.
+    spread = lambda i, w: w * jnp.exp2(jax.random.randint(jax.random.key(i), w.shape, -2, 3).astype(jnp.bfloat16))  # noqa: E731
+    params = {n: jax.jit(functools.partial(spread, i))(w) for i, (n, w) in enumerate(params.items())}
+    return Subject(cfg, HOPPER, params)
+
+
+@pytest.mark.parametrize("gate", gates.ALL, ids=lambda g: g.__name__)
+@pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b", "qwen3-8b"])
+def test_gate(name, gate):
+    result = gate(subject(name))
+    assert result.compared > 0 and result.hazard_fired, result
+    assert result.differing == 0, result
