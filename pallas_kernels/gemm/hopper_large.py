@@ -1,0 +1,272 @@
+"""GEMM for many rows on Hopper: persistent, warp-specialised, tensor cores fed by TMA through one unbroken ring.
+
+One warpgroup of a program loads, the others ("consumers") multiply. The loader walks the program's tiles K-step by K-step
+without a pause, so that it is filling the ring for the next tile while consumers finish one. Tiles are walked in snaking
+bands, so that programs at work at one time read the same operands from the L2 cache. A cluster of programs loads what its
+programs share once (TMA multicast).
+
+Bits: an element is a chain of wgmma over K from zero in fp32 (or `leaves` such chains and a balanced tree of fp32 adds), in
+any schedule. Rows and columns past the edge are loaded as zeros and never stored.
+
+What becomes of a tile is an `Epilogue`: its `run(acc_mn, tile, inputs, outputs, scratch)` is traced once and called by
+each consumer with its own piece of the tile:
+
+  acc_mn: fp32 [wg_m, wg_n] (`Schedule.warpgroup_tile`), in registers, Layout.WGMMA.
+  tile: `Tile(row, col, wg)`: int32 scalars, row and column of acc_mn[0, 0] in [T, N], and the consumer's index.
+  inputs, outputs: refs in GMEM of `Epilogue.inputs` and `Epilogue.outputs`, whole.
+  scratch: refs in SMEM of `Epilogue.scratch`, whole; shared by the program's consumers: give them a leading axis of
+    `schedule.consumers` and index it by `tile.wg`. With 4 leaves or more it is the memory of a partial, too, so that a
+    consumer's share must be the bytes of its share of the partial, and it holds nothing from one tile to the next.
+
+The ring goes on while an epilogue runs, and consumers run it at different times: it must not synchronise them. A store from
+SMEM may still be under way when it returns (wait for it at the next call before reusing the buffer); the kernel waits for
+all of them at its end.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.gemm.schedules import Schedule
+
+STEP = 64
+"""K of one step of the ring: 128 bytes of bf16, one swizzled row."""
+LOADER_REGISTERS = 40
+CONSUMER_REGISTERS = {2: 232, 3: 160}
+TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+"""As mosaic.TILED, for 4-byte values: rows are multiples of 32 long."""
+
+
+class Tile(NamedTuple):
+    """Where a consumer's piece of a tile lies: row and column of its first element, and which consumer it is."""
+
+    row: jax.Array
+    col: jax.Array
+    wg: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What becomes of a tile; see the module's docstring."""
+
+    run: Callable[..., None]
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    inputs: tuple[jax.Array, ...] = ()
+    scratch: tuple[Any, ...] = ()
+
+
+def stored_levels(leaves: int) -> int:
+    """Levels of the tree whose waiting partial rests in shared memory: all but the lowest."""
+    return max(leaves.bit_length() - 2, 0)
+
+
+def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: int | None = None, fill: float = 0.0) -> Epilogue:
+    """The plain epilogue: rounds once to `out_dtype` and stores [T, filled_N]; columns N.. are `fill`."""
+    wg_m, wg_n = schedule.warpgroup_tile
+    width = filled_N or N
+    columns = 128 // jnp.dtype(out_dtype).itemsize  # one swizzled row
+    # TMA stores whole tiles of the layout in shared memory: a ragged width needs the narrowest.
+    narrow = width % columns != 0
+    tiling = (plgpu.TilingTransform((8, 8)),) if narrow else (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    chunks = wg_m // 64 * (wg_n // columns)
+    slots = min(2, chunks)
+    # Where the scratch is a partial's memory too, each consumer's share of both is the same bytes.
+    allocated = 4 * wg_m * wg_n // (64 * 128) if stored_levels(leaves) else slots
+
+    def run(acc_mn, tile, inputs, outputs, scratch):
+        del inputs
+        (y_TN,), (staged,) = outputs, scratch
+        for i in range(wg_m // 64):
+            for j in range(wg_n // columns):
+                row, col = tile.row + i * 64, tile.col + j * columns
+                y_mn = acc_mn[i * 64 : (i + 1) * 64, j * columns : (j + 1) * columns]
+                if width > N:
+                    n_mn = plgpu.broadcasted_iota(jnp.int32, y_mn.shape, 1, layout=plgpu.Layout.WGMMA) + col
+                    y_mn = jnp.where(n_mn < N, y_mn, fill)
+                slot = (i * (wg_n // columns) + j) % slots
+                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
+                staged[tile.wg, slot] = y_mn.astype(out_dtype)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(staged.at[tile.wg, slot], y_TN.at[pl.ds(row, 64), pl.ds(col, columns)])
+
+    return Epilogue(
+        run,
+        outputs=(jax.ShapeDtypeStruct((T, width), out_dtype),),
+        scratch=(plgpu.SMEM((schedule.consumers, allocated, 64, columns), out_dtype, transforms=tiling),),
+    )
+
+
+def matmul(
+    x_TK: jax.Array, value: jax.Array, layer: jax.Array | None, leaves: int, columns: int, epilogue: Epilogue, schedule: Schedule
+) -> tuple[jax.Array, ...]:
+    """Runs `epilogue` on every tile of y = x w^T.
+
+    Args:
+      x_TK: bf16 [T, K]; K a multiple of 64 leaves; T at most 8 or a multiple of 8.
+      value: bf16 [N, K], or [L, N, K] with `layer`; N a multiple of 8 (or at most 8).
+      layer: int32 scalar, or None.
+      leaves: chains that K is cut into, a power of two; 1 is one chain.
+      columns: columns that tiles cover: N, or more (the weight's rows past N are zeros).
+      epilogue: see the module's docstring.
+      schedule: see `Schedule`.
+
+    Returns:
+      The epilogue's outputs.
+    """
+    T, K = x_TK.shape
+    s = schedule
+    wg_m, wg_n = s.warpgroup_tile
+    per_leaf = K // STEP // leaves
+    per_tile = per_leaf * leaves
+    across = (-(-T // (s.tile_m * s.cluster[0])), -(-columns // (s.tile_n * s.cluster[1])))
+    clustered = math.prod(s.cluster) > 1
+    programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
+    levels = stored_levels(leaves)
+
+    def body(x_g, w_g, *refs):
+        layer_g, refs = (refs[0], refs[1:]) if layer is not None else (None, refs)
+        inputs, refs = refs[: len(epilogue.inputs)], refs[len(epilogue.inputs) :]
+        outputs, (xs, ws, full, empty, low, top) = refs[: len(epilogue.outputs)], refs[len(epilogue.outputs) :]
+        *highest, scratch = top
+        partials = (*low, *highest)  # by level of the tree, from 1 on
+        wg = lax.axis_index("wg")
+        program = lax.axis_index("program")
+        count = lax.div(math.prod(across) - 1 - program, programs) + 1
+
+        def origin(i):
+            m, n = plgpu.planar_snake(program + i * programs, across, 0 if s.band_of == "m" else 1, s.band)
+            if clustered:
+                m, n = m * s.cluster[0] + lax.axis_index("cm"), n * s.cluster[1] + lax.axis_index("cn")
+            return m * s.tile_m, n * s.tile_n
+
+        @pl.when(wg == s.consumers)
+        def _load():
+            plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
+            lead = () if layer_g is None else (layer_g[0],)
+
+            def tile(i, _):
+                row, col = origin(i)
+
+                def step(j, _):
+                    k = i * per_tile + j
+                    slot = lax.rem(k, s.steps)
+
+                    @pl.when(k >= s.steps)
+                    def _():
+                        plgpu.barrier_wait(empty.at[slot])
+
+                    at_k = pl.ds(j * STEP, STEP)
+                    plgpu.copy_gmem_to_smem(
+                        x_g.at[pl.ds(row, s.tile_m), at_k],
+                        xs.at[slot],
+                        full.at[slot],
+                        collective_axes="cn" if s.cluster[1] > 1 else None,
+                    )
+                    plgpu.copy_gmem_to_smem(
+                        w_g.at[(*lead, pl.ds(col, s.tile_n), at_k)],
+                        ws.at[slot],
+                        full.at[slot],
+                        collective_axes="cm" if s.cluster[0] > 1 else None,
+                    )
+                    return None
+
+                return lax.fori_loop(0, per_tile, step, None)
+
+            lax.fori_loop(0, count, tile, None)
+            total = count * per_tile
+
+            def drain(k, _):  # a program must outlive what its cluster sends to it
+                plgpu.barrier_wait(empty.at[lax.rem(k, s.steps)])
+                return None
+
+            lax.fori_loop(jnp.maximum(total - s.steps, 0), total, drain, None)
+
+        @pl.when(wg < s.consumers)
+        def _multiply():
+            plgpu.set_max_registers(CONSUMER_REGISTERS[s.consumers], action="increase")
+            mine = pl.ds(wg * (wg_m if s.split == "m" else wg_n), wg_m if s.split == "m" else wg_n)
+
+            def chain(first):
+                """The chain over the K-steps from `first` on, [wg_m, wg_n] in registers."""
+
+                def run(acc):
+                    def multiply(k):
+                        slot = lax.rem(k, s.steps)
+                        plgpu.barrier_wait(full.at[slot])
+                        x_mk = xs.at[slot, mine] if s.split == "m" else xs.at[slot]
+                        w_nk = ws.at[slot, mine] if s.split == "n" else ws.at[slot]
+                        plgpu.wgmma(acc, x_mk, w_nk.transpose((1, 0)))
+
+                    def step(j, _):
+                        multiply(first + j)
+                        plgpu.wgmma_wait(1)
+                        plgpu.barrier_arrive(empty.at[lax.rem(first + j - 1, s.steps)])
+                        return None
+
+                    multiply(first)
+                    lax.fori_loop(1, per_leaf, step, None)
+                    plgpu.wgmma_wait(0)
+                    plgpu.barrier_arrive(empty.at[lax.rem(first + per_leaf - 1, s.steps)])
+                    return acc[...]
+
+                return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
+
+            def tile(i, _):
+                row, col = origin(i)
+                waiting = {}  # level of the tree: its partial, in registers (level 0) or in shared memory
+                for leaf in range(leaves):
+                    sum_mn, level = chain(i * per_tile + leaf * per_leaf), 0
+                    while level in waiting:
+                        left = waiting.pop(level)
+                        sum_mn = (partials[level - 1][wg] if left is None else left) + sum_mn
+                        level += 1
+                    if level and leaf + 1 < leaves:
+                        if level == levels:  # its place is the epilogue's scratch
+                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                        partials[level - 1][wg] = sum_mn
+                        sum_mn = None
+                    waiting[level] = sum_mn
+                (acc_mn,) = waiting.values()
+                at = Tile(row + (wg * wg_m if s.split == "m" else 0), col + (wg * wg_n if s.split == "n" else 0), wg)
+                epilogue.run(acc_mn, at, inputs, outputs, scratch)
+                return None
+
+            lax.fori_loop(0, count, tile, None)
+            plgpu.wait_smem_to_gmem(0)
+
+    axes = tuple(axis for axis, size in zip(("cm", "cn"), s.cluster, strict=True) if size > 1)
+    partial = plgpu.SMEM((s.consumers, wg_m, wg_n), jnp.float32, transforms=TILED32)
+    top = ((partial,) if levels else ()) + (tuple(epilogue.scratch),)
+    if levels and not mosaic.interpreting():  # the race detector takes a union as one whole, not consumer by consumer
+        top = plgpu.RefUnion(*top)
+    empty = dict(num_arrivals=s.consumers, num_barriers=s.steps)
+    scratch_types = [
+        plgpu.SMEM((s.steps, s.tile_m, STEP), x_TK.dtype, transforms=mosaic.TILED),
+        plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
+        plgpu.Barrier(num_arrivals=2, num_barriers=s.steps),
+        plgpu.ClusterBarrier(collective_axes=axes, **empty) if clustered else plgpu.Barrier(**empty),
+        (partial,) * (levels - 1),
+        top,
+    ]
+    cluster = dict(cluster=s.cluster, cluster_names=("cm", "cn")) if clustered else {}
+    run = mosaic.kernel(
+        body,
+        out_type=epilogue.outputs,
+        scratch_types=scratch_types,
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=s.consumers + 1,
+        thread_name="wg",
+        **cluster,
+    )
+    return run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)
