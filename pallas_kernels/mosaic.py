@@ -73,6 +73,11 @@ def mul(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     return _instruction("mul.rn.f32", (x, y), layout, lambda x, y: x * y)
 
 
+def mul_up(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x * y rounded up, so never below the product (to the nearest in the interpreter); arrays as in `mul`."""
+    return _instruction("mul.rp.f32", (x, y), layout, lambda x, y: x * y)
+
+
 def add(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """x + y, rounded, never fused with a product; fp32 arrays of one shape and `layout`."""
     return _instruction("add.rn.f32", (x, y), layout, lambda x, y: x + y)
@@ -86,6 +91,21 @@ def exp2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
 def ceil(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """The next whole number that is not below x, as fp32."""
     return _instruction("cvt.rpi.f32.f32", (x,), layout, jnp.ceil)
+
+
+def div(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x / y, rounded to nearest."""
+    return _instruction("div.rn.f32", (x, y), layout, jnp.divide)
+
+
+def sqrt(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """The square root, rounded to nearest."""
+    return _instruction("sqrt.rn.f32", (x,), layout, jnp.sqrt)
+
+
+def reciprocal(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """1 / x by the special function unit (1 ulp, subnormals kept)."""
+    return _instruction("rcp.approx.f32", (x,), layout, lambda x: 1 / x)
 
 
 def row_layout(layout=plgpu.Layout.WGMMA):

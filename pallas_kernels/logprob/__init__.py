@@ -1,9 +1,9 @@
 """Log-probability of a token: log-softmax of logits / temperature over the full vocabulary, in nats, fp32.
 
 The vocabulary is padded with -inf to a multiple of 8 x 128. In each block of 128 the maximum, in log2 units, is rounded up
-to a whole number M, and 2^(z - M) is summed by halving. Inside an eighth the blocks' sums, scaled exactly to the eighth's
-largest M, are added in order; the eighths are added in a balanced tree. So an eighth is a shard's own, and one row kernel
-serves every case. The subtraction is inside the op; the result is never above 0.
+to a whole number M, and 2^(z - M) is summed (how is the implementation's own: by halving, or as integers). Inside an eighth the
+blocks' sums, scaled exactly to the largest M, are added in order; the eighths are added in a balanced tree. So an eighth is a
+shard's own, and one arithmetic serves every case. The subtraction is inside the op; the result is never above 0.
 """
 
 from __future__ import annotations
@@ -12,15 +12,12 @@ import functools
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import registry
 from pallas_kernels.weight import Weight, as_weight
 
 EIGHTHS = 8
 VOCAB_BLOCK = 128
-CHUNK = 64
-"""Rows whose logits exist at one time in training."""
 
 
 def padded_vocab(V: int) -> int:
@@ -50,7 +47,9 @@ def logits(x_BD: jax.Array, w_VD: Weight | jax.Array, *, region: str, impl: str)
     return module.logits(x_BD, w.trainable() if impl == "native" else w.value)
 
 
-def from_logits(logits_BV: jax.Array, targets_B: jax.Array, inv_temp_B: jax.Array, *, region: str, impl: str) -> jax.Array:
+def from_logits(
+    logits_BV: jax.Array, targets_B: jax.Array, inv_temp_B: jax.Array, *, region: str, impl: str
+) -> jax.Array:
     """Log-probability of each row's target from logits at hand (decode); no gradient.
 
     Args:
@@ -69,7 +68,13 @@ def from_logits(logits_BV: jax.Array, targets_B: jax.Array, inv_temp_B: jax.Arra
 
 
 def logprob(
-    x_TD: jax.Array, w_VD: Weight | jax.Array, targets_T: jax.Array, inv_temp_T: jax.Array, *, regions: tuple[str, str], impl: str
+    x_TD: jax.Array,
+    w_VD: Weight | jax.Array,
+    targets_T: jax.Array,
+    inv_temp_T: jax.Array,
+    *,
+    regions: tuple[str, str],
+    impl: str,
 ) -> jax.Array:
     """Log-probability of each row's target, differentiable in x and the weight; never holds [T, V].
 
@@ -92,28 +97,8 @@ def logprob(
     registry.record(regions[0], module.logits_entry(w.shape[0], x_TD.shape[1], x_TD.dtype))
     registry.record(regions[1], module.entry(padded_vocab(w.shape[0])))
     if impl == "native":
-        w_VD = w.trainable()
-        chunk = jax.checkpoint(lambda x, t, s: module.reduce(module.logits(x, w_VD), t, s)[0])
-        return _by_chunk(chunk, x_TD, targets_T, inv_temp_T)
+        return module.logprob(x_TD, w.trainable(), targets_T, inv_temp_T)
     return _iso(impl, x_TD, w.value, w.master, targets_T, inv_temp_T)
-
-
-def _chunks(x_TD, targets_T, inv_temp_T, *more_T):
-    """Arrays [T, ...] cut in chunks [n, CHUNK, ...], padded with zero rows of inverse temperature 1: a padding row's
-    logits are then finite, and its gradient is zero and not zero times NaN."""
-    T = x_TD.shape[0]
-    n = -(-T // CHUNK)
-
-    def cut(x, fill=0):
-        widths = ((0, n * CHUNK - T),) + ((0, 0),) * (x.ndim - 1)
-        return jnp.pad(x, widths, constant_values=fill).reshape(n, CHUNK, *x.shape[1:])
-
-    return cut(x_TD), cut(targets_T), cut(inv_temp_T, 1), *map(cut, more_T)
-
-
-def _by_chunk(fn, x_TD, targets_T, inv_temp_T):
-    out = lax.map(lambda a: fn(*a), _chunks(x_TD, targets_T, inv_temp_T))
-    return jax.tree.map(lambda o: o.reshape(-1, *o.shape[2:])[: x_TD.shape[0]], out)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -122,30 +107,16 @@ def _iso(impl, x_TD, value_VD, master_VD, targets_T, inv_temp_T):
 
 
 def _iso_fwd(impl, x_TD, value_VD, master_VD, targets_T, inv_temp_T):
-    module = registry.implementation("logprob", impl)
-    chunk = lambda x, t, s: module.reduce(module.logits(x, value_VD), t, s)  # noqa: E731
-    lp_T, lse_T = _by_chunk(chunk, x_TD, targets_T, inv_temp_T)
+    lp_T, lse_T = registry.implementation("logprob", impl).forward(x_TD, value_VD, targets_T, inv_temp_T)
     return lp_T, (x_TD, value_VD, targets_T, inv_temp_T, lse_T, master_VD is not None)
 
 
 def _iso_bwd(impl, saved, dlp_T):
-    """dz = dlp inv_temp (onehot - softmax); dx = dz W, dW = dz^T x, chunk by chunk, dW summed in fp32 in order."""
-    x_TD, value_VD, targets_T, inv_temp_T, lse_T, to_master = saved
-    module = registry.implementation("logprob", impl)
-    V = value_VD.shape[0]
-
-    def chunk(dw_VD, rows):
-        x_CD, t_C, s_C, lse_C, g_C = rows
-        z_CV = module.logits(x_CD, value_VD)[:, :V] * s_C[:, None]
-        onehot_CV = jnp.arange(V)[None] == t_C[:, None]
-        dz_CV = ((g_C * s_C)[:, None] * (onehot_CV - jnp.exp(z_CV - lse_C[:, None]))).astype(x_CD.dtype)
-        dx_CD = jnp.dot(dz_CV, value_VD, preferred_element_type=jnp.float32)
-        return dw_VD + jnp.einsum("cv,cd->vd", dz_CV, x_CD, preferred_element_type=jnp.float32), dx_CD
-
-    dw_VD, dx = lax.scan(chunk, jnp.zeros(value_VD.shape, jnp.float32), _chunks(x_TD, targets_T, inv_temp_T, lse_T, dlp_T))
-    dx_TD = dx.reshape(-1, x_TD.shape[1])[: x_TD.shape[0]].astype(x_TD.dtype)
-    dw = (None, dw_VD) if to_master else (dw_VD.astype(value_VD.dtype), None)
-    return (dx_TD, *dw, None, None)
+    *arrays, to_master = saved
+    value_VD = arrays[1]
+    dw_dtype = jnp.float32 if to_master else value_VD.dtype
+    dx_TD, dw_VD = registry.implementation("logprob", impl).backward(*arrays, dlp_T, dw_dtype)
+    return (dx_TD, *((None, dw_VD) if to_master else (dw_VD, None)), None, None)
 
 
 _iso.defvjp(_iso_fwd, _iso_bwd)

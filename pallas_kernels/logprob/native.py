@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.logprob import padded_vocab
+from pallas_kernels.logprob.chunks import by_chunk
 
 
 def logits_entry(V: int, D: int, dtype) -> dict:
@@ -35,3 +36,9 @@ def reduce(logits_BV, targets_B, inv_temp_B) -> tuple[jax.Array, jax.Array]:
     s_BV = logits_BV * inv_temp_B[:, None]
     lse_B = jax.nn.logsumexp(s_BV, axis=1)
     return jnp.take_along_axis(s_BV, targets_B[:, None], axis=1)[:, 0] - lse_B, lse_B
+
+
+def logprob(x_TD, w_VD, targets_T, inv_temp_T) -> jax.Array:
+    """fp32 [T], differentiable: chunks of tokens, their logits made again in the backward pass."""
+    chunk = jax.checkpoint(lambda x, t, s: reduce(logits(x, w_VD), t, s)[0])
+    return by_chunk(chunk, x_TD, targets_T, inv_temp_T)

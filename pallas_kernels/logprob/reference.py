@@ -10,6 +10,7 @@ from jax import lax
 
 from pallas_kernels.gemm import reference as gemm
 from pallas_kernels.logprob import EIGHTHS, VOCAB_BLOCK, padded_vocab
+from pallas_kernels.logprob.chunks import by_chunk, cut
 from pallas_kernels.tiles import ROWS, exp2_int, halving_sum, map_rows
 
 VERSION = 1
@@ -79,3 +80,25 @@ def reduce(logits_BV, targets_B, inv_temp_B) -> tuple[jax.Array, jax.Array]:
         return jnp.minimum(target_M - lse_M, 0.0), lse_M
 
     return map_rows(tile, (logits_BV, targets_B, inv_temp_B))
+
+
+def forward(x_TD, w_VD, targets_T, inv_temp_T) -> tuple[jax.Array, jax.Array]:
+    """`reduce` of every row's logits, chunk by chunk."""
+    return by_chunk(lambda x, t, s: reduce(logits(x, w_VD), t, s), x_TD, targets_T, inv_temp_T)
+
+
+def backward(x_TD, w_VD, targets_T, inv_temp_T, lse_T, dlp_T, dw_dtype) -> tuple[jax.Array, jax.Array]:
+    """(dx [T, D], dw [V, D] in dw_dtype): dz = dlp inv_temp (onehot - softmax); dx = dz W, dW = dz^T x, chunk by chunk, dW
+    summed in fp32 in order."""
+    V = w_VD.shape[0]
+
+    def chunk(dw_VD, rows):
+        x_CD, t_C, s_C, lse_C, g_C = rows
+        z_CV = logits(x_CD, w_VD)[:, :V] * s_C[:, None]
+        onehot_CV = jnp.arange(V)[None] == t_C[:, None]
+        dz_CV = ((g_C * s_C)[:, None] * (onehot_CV - jnp.exp(z_CV - lse_C[:, None]))).astype(x_CD.dtype)
+        dx_CD = jnp.dot(dz_CV, w_VD, preferred_element_type=jnp.float32)
+        return dw_VD + jnp.einsum("cv,cd->vd", dz_CV, x_CD, preferred_element_type=jnp.float32), dx_CD
+
+    dw_VD, dx = lax.scan(chunk, jnp.zeros(w_VD.shape, jnp.float32), cut(x_TD, targets_T, inv_temp_T, lse_T, dlp_T))
+    return dx.reshape(-1, x_TD.shape[1])[: x_TD.shape[0]].astype(x_TD.dtype), dw_VD.astype(dw_dtype)

@@ -1,0 +1,121 @@
+"""Sums of a vocabulary block of 128 on Hopper: one arithmetic, in registers, whichever kernel has the logits.
+
+With s = logit * inv_temp, a block gives M, the largest s in units of log2 rounded up to a whole number, and the sum of
+2^(s log2(e) - M) in fixed point: each term is at most 1 and is rounded to a multiple of 2^-23, so that the sum is of integers
+and has the same bits in any order, in any layout, under any schedule.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.logprob import VOCAB_BLOCK
+
+LOG2E = math.log2(math.e)
+FIXED_POINT_BITS = 23
+FLOOR = -(2.0**30)
+"""Smallest M: finite, so that a block of pads gives 2^-inf = 0 and not NaN."""
+ROWS = 64
+"""Rows of a tile: those of one warpgroup."""
+STEPS = 6
+CONSUMERS = 2
+ONE = 0x3F800000
+TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+
+
+def block_sums(z_MV: jax.Array, inv_temp_M: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(M fp32 [rows], sum int32 [rows] in units of 2^-23) of fp32 logits [rows, 128] in Layout.WGMMA.
+
+    A NaN among a row's logits makes its M NaN.
+    """
+    full = lambda value: jnp.full(z_MV.shape, value, jnp.float32)  # noqa: E731
+    row = mosaic.row_layout()
+    top_M = mosaic.mul(z_MV.max(axis=1), inv_temp_M, row)  # inv_temp > 0: the product of the largest is the largest
+    # Rounded up twice: no exponent below is above 0, whatever rounds there.
+    max_M = mosaic.ceil(mosaic.mul_up(top_M, jnp.full(top_M.shape, LOG2E, jnp.float32), row), row)
+    max_M = jnp.maximum(max_M, FLOOR)
+    s_MV = mosaic.mul(z_MV, mosaic.rows(inv_temp_M, z_MV.shape))
+    p_MV = mosaic.exp2(mosaic.fma(s_MV, full(LOG2E), mosaic.rows(-max_M, z_MV.shape)))
+    # 1 + p is in [1, 2]: its bits count multiples of 2^-23 from those of 1.
+    bits_MV = lax.bitcast_convert_type(mosaic.add(p_MV, full(1.0)), jnp.int32)
+    return max_M, bits_MV.sum(axis=1) - jnp.int32((VOCAB_BLOCK * ONE) % 2**32 - 2**32)
+
+
+def block_stats(logits_BV: jax.Array, inv_temp_P: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """`block_sums` of every block of every row: (fp32 [blocks, P], int32 [blocks, P]); columns from B on are undefined.
+
+    Args:
+      logits_BV: fp32 [B, V], V a multiple of 128.
+      inv_temp_P: fp32 [P], P a multiple of 64, at least B.
+    """
+    B, V = logits_BV.shape
+    blocks = V // VOCAB_BLOCK
+    tiles = -(-B // ROWS) * blocks
+    programs = min(mosaic.SMS, -(-tiles // CONSUMERS))
+
+    def body(z_g, inv_temp_g, max_g, sum_g, z_s, full, empty):
+        program, wg = lax.axis_index("program"), lax.axis_index("wg")
+        count = lax.div(tiles - 1 - program, programs) + 1
+
+        def origin(i):
+            tile = program + i * programs
+            return lax.div(tile, blocks) * ROWS, lax.rem(tile, blocks)
+
+        @pl.when(wg == CONSUMERS)
+        def _load():
+            plgpu.set_max_registers(40, action="decrease")
+
+            def load(i, _):
+                row, block = origin(i)
+                slot = lax.rem(i, STEPS)
+
+                @pl.when(i >= STEPS)
+                def _():
+                    plgpu.barrier_wait(empty.at[slot])
+
+                at = z_g.at[pl.ds(row, ROWS), pl.ds(block * VOCAB_BLOCK, VOCAB_BLOCK)]
+                plgpu.copy_gmem_to_smem(at, z_s.at[slot], full.at[slot])
+                return None
+
+            lax.fori_loop(0, count, load, None)
+
+        @pl.when(wg < CONSUMERS)
+        def _sum():
+            plgpu.set_max_registers(232, action="increase")
+
+            def tile(k, _):
+                i = wg + k * CONSUMERS
+                row, block = origin(i)
+                slot = lax.rem(i, STEPS)
+                at = pl.ds(row, ROWS)
+                inv_temp_M = plgpu.load(inv_temp_g.at[at], layout=mosaic.row_layout(), optimized=False)
+                plgpu.barrier_wait(full.at[slot])
+                z_MV = plgpu.load(z_s.at[slot], layout=plgpu.Layout.WGMMA)
+                plgpu.barrier_arrive(empty.at[slot])
+                max_g[block, at], sum_g[block, at] = block_sums(z_MV, inv_temp_M)
+                return None
+
+            lax.fori_loop(0, lax.div(count - wg + CONSUMERS - 1, CONSUMERS), tile, None)
+
+    return mosaic.kernel(
+        body,
+        out_type=tuple(
+            jax.ShapeDtypeStruct((blocks, inv_temp_P.shape[0]), dtype) for dtype in (jnp.float32, jnp.int32)
+        ),
+        scratch_types=[
+            plgpu.SMEM((STEPS, ROWS, VOCAB_BLOCK), jnp.float32, transforms=TILED32),
+            plgpu.Barrier(num_barriers=STEPS),
+            plgpu.Barrier(num_barriers=STEPS),
+        ],
+        grid=(programs,),
+        grid_names=("program",),
+        num_threads=CONSUMERS + 1,
+        thread_name="wg",
+    )(logits_BV, inv_temp_P)
