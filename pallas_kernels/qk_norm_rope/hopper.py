@@ -1,0 +1,143 @@
+"""Query and key norm and rotary positions on Hopper: tiles of tokens of one KV head stream through shared memory."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+from jax import lax
+
+from pallas_kernels import mosaic, registry, row_stream
+from pallas_kernels.rms_norm.hopper import inverse_root
+
+VERSION = 1
+
+
+def entry(shape: tuple[int, int, int], eps: float, theta: float, table_hash: str, has_norm: bool, dtype) -> dict:
+    """This implementation's line in the contract: all that reaches the bits. shape: (K, G + 2, d)."""
+    row_stream.refuse_all_but_bf16("qk_norm_rope", dtype)
+    norm = {
+        "norm_order": "the two halves in order, 8 neighbours in order, lanes by doubling distance",
+        "eps": float(eps).hex(),
+        "normalise": "x * (1 / sqrt(sum / width + eps)), each operation rounded to nearest",
+        "norm_round": [f"normalised: {dtype}", f"times weight: {dtype}"],
+    }
+    return {
+        "implementation": "hopper",
+        "version": VERSION,
+        "arch": "sm90",
+        "inside": "float32",
+        **(norm if has_norm else {"norm": "none"}),
+        "theta": float(theta).hex(),
+        "table_sha256": table_hash,
+        "rope_round": [f"cos, sin: {dtype}", f"each product: {dtype}", f"sum: {dtype}"],
+        "shape": list(shape),
+    }
+
+
+def row_layout(h: int):
+    """Of [tile_rows(h), h], half the columns of a head of each row: a lane holds 8 neighbouring columns."""
+    rows = tile_rows(h)
+    tiling = plgpu.Tiling(((rows, h), (rows // 4, h), (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def tile_rows(h: int) -> int:
+    """Rows of `h` columns that 128 threads hold, 8 columns to a thread.
+
+    Raises:
+      registry.Unsupported: no such layout.
+    """
+    if h not in (16, 32, 64, 128):
+        raise registry.Unsupported(f"qk_norm_rope: the Hopper kernel takes head_dim 32, 64, 128 or 256, not {2 * h}")
+    return 1024 // h
+
+
+def schedule(shape: tuple[int, int, int]) -> tuple[int, int]:
+    """(slots, programs a multiprocessor) for (K, G + 2, d). Neither reaches the bits."""
+    _, g2, d = shape
+    slot = tile_rows(d // 2) * (g2 + 1) * d * 2
+    stages = max(2, min(4, 73728 // slot))
+    return stages, max(1, min(4, 221184 // (stages * slot)))
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "plan"))
+def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
+    T, K, g2, d = qkv_TKgd.shape
+    h, groups, dtype = d // 2, g2 - 2, qkv_TKgd.dtype
+    rows = tile_rows(h)
+    layout = row_layout(h)
+    stages, programs = plan
+    tiles = -(-T // rows) * K
+    halves = (pl.ds(0, h), pl.ds(h, h))
+
+    def body(*refs):
+        in_g, cos_sin_g, *refs = refs
+        norms_g, (q_g, k_g, v_g) = refs[: len(norms)], refs[len(norms) :]
+        read = lambda ref, layout=layout: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
+        spread = lambda x, axis: row_stream.spread(x, (rows, h), (axis,), layout)  # noqa: E731
+        weights = [[spread(read(w.at[half], layout.reduce(0)), 1) for half in halves] for w in norms_g]
+
+        def scoped(q_s, k_s, v_s, cos_sin_s, loaded):
+            def corner(tile):
+                return pl.ds(lax.div(tile, K) * rows, rows), lax.rem(tile, K)
+
+            def load(tile, slot):
+                t, k = corner(tile)
+                for source, s in (
+                    (in_g.at[t, k, pl.ds(0, groups)], q_s),
+                    (in_g.at[t, k, groups], k_s),
+                    (in_g.at[t, k, groups + 1], v_s),
+                    (cos_sin_g.at[t], cos_sin_s),
+                ):
+                    plgpu.copy_gmem_to_smem(source, s.at[slot], loaded.at[slot])
+
+            def turn(head, cos, sin, weight):
+                a, b = (read(head.at[:, half]) for half in halves)
+                if norms:
+                    a32, b32 = row_stream.widen(a, layout), row_stream.widen(b, layout)
+                    total = mosaic.fma(b32, b32, mosaic.mul(a32, a32, layout), layout)
+                    r = spread(inverse_root(total.sum(axis=1), d, eps, layout.reduce(1)), 0)
+                    a, b = (
+                        row_stream.mul(row_stream.narrow(mosaic.mul(x, r, layout), layout), w, layout)
+                        for x, w in zip((a32, b32), weight, strict=True)
+                    )
+                times = lambda x, y: row_stream.mul(x, y, layout)  # noqa: E731
+                low = row_stream.sub(times(a, cos), times(b, sin), layout)
+                high = row_stream.add(times(b, cos), times(a, sin), layout)
+                for half, x in zip(halves, (low, high), strict=True):
+                    head.at[:, half][...] = x
+
+            def work(slot):
+                cos, sin = (read(cos_sin_s.at[slot, :, i]) for i in (0, 1))
+                for g in range(groups):
+                    turn(q_s.at[slot, :, g], cos, sin, weights[0] if norms else None)
+                turn(k_s.at[slot], cos, sin, weights[1] if norms else None)
+
+            def store(tile, slot):
+                t, k = corner(tile)
+                for s, g in ((q_s, q_g), (k_s, k_g), (v_s, v_g)):
+                    plgpu.copy_smem_to_gmem(s.at[slot], g.at[t, k], commit_group=False)
+
+            row_stream.stream(tiles, stages, loaded, load, work, store)
+
+        pl.run_scoped(
+            scoped,
+            plgpu.SMEM((stages, rows, groups, d), dtype),
+            plgpu.SMEM((stages, rows, d), dtype),
+            plgpu.SMEM((stages, rows, d), dtype),
+            plgpu.SMEM((stages, rows, 2, h), dtype),
+            plgpu.Barrier(num_arrivals=4, num_barriers=stages),
+        )
+
+    out_type = [jax.ShapeDtypeStruct(s, dtype) for s in ((T, K, groups, d), (T, K, d), (T, K, d))]
+    run = row_stream.kernel(body, tiles=tiles, programs_per_sm=programs, out_type=out_type)
+    q_TKgd, k_TKd, v_TKd = run(qkv_TKgd, cos_sin_T2h, *norms)
+    return q_TKgd.reshape(T, K * groups, d), k_TKd, v_TKd
+
+
+def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(q [T, H, d], k [T, K, d], v [T, K, d])."""
+    return _call(qkv_TKgd, cos_sin_T2h, norms, eps=eps, plan=schedule(qkv_TKgd.shape[1:]))

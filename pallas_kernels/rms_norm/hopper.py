@@ -1,0 +1,153 @@
+"""RMSNorm on Hopper: rows stream through shared memory, a row in one warp or in four, its sum in one order in any batch."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic, registry, row_stream
+
+VERSION = 1
+WARP_COLUMNS = 256
+"""Columns that a warp takes at a time: 8 to a lane."""
+
+
+def entry(D: int, eps: float, dtype, has_residual: bool) -> dict:
+    """This implementation's line in the contract: all that reaches the bits."""
+    row_stream.refuse_all_but_bf16("rms_norm", dtype)
+    warps = row_warps(D)
+    return {
+        "implementation": "hopper",
+        "version": VERSION,
+        "arch": "sm90",
+        "accumulate": "float32",
+        "order": f"{warps * WARP_COLUMNS}-wide pieces in order; of the sums of a piece's columns 8 neighbours in order, "
+        f"32 lanes by doubling distance, {warps} warps by pairs",
+        "width": D,
+        "eps": float(eps).hex(),
+        "normalise": "x * (1 / sqrt(sum / width + eps)), each operation rounded to nearest",
+        "round": [f"x + residual: {dtype}"] * has_residual + [f"normalised: {dtype}", f"times weight: {dtype}"],
+    }
+
+
+def row_warps(D: int) -> int:
+    """Warps that share a row: one, or all four of the warpgroup where rows are long. Reaches the bits."""
+    return 4 if D > 2560 else 1
+
+
+def unit(D: int) -> int:
+    """Width of the innermost axis that a row is cut into: a power of two that divides D, so that the copy engine
+    fills a row up to whole pieces with zeros.
+
+    Raises:
+      registry.Unsupported: the copy engine cannot take such rows.
+    """
+    u = min(64, D & -D)
+    if u < 16 or D // u > 252:
+        raise registry.Unsupported(f"rms_norm: the Hopper kernel takes widths that are multiples of 64, not {D}")
+    return u
+
+
+def row_layout(warps: int, u: int):
+    """Of [n rows, columns of a piece / u, u]: a lane holds 8 neighbouring columns of its row or rows."""
+    if warps == 1:  # row r lies in warp r % 4
+        tiling = plgpu.Tiling(((4, WARP_COLUMNS // u, u), (8,)))
+        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
+    tiling = plgpu.Tiling(((1, 4 * WARP_COLUMNS // u, u), (WARP_COLUMNS // u, u), (8,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
+
+
+def schedule(T: int, D: int, has_residual: bool) -> tuple[int, int, int]:
+    """(rows of a tile, slots, programs a multiprocessor). None of them reaches the bits."""
+    warps = row_warps(D)
+    piece = warps * WARP_COLUMNS
+    row_bytes = -(-D // piece) * piece * 2 * (1 + has_residual)
+    rows = 4 if warps == 1 else 2  # Mosaic cannot broadcast the sum of a tile of one row
+    while rows < 32 and 2 * rows * row_bytes <= 32768 and T > mosaic.SMS * rows:
+        rows *= 2
+    stages = max(2, min(4, 98304 // (rows * row_bytes)))
+    return rows, stages, max(1, min(4, 221184 // (stages * rows * row_bytes + D * 2)))
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "plan"))
+def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
+    T, D = x_TD.shape
+    rows, stages, programs = plan
+    u = unit(D)
+    warps = row_warps(D)
+    layout = row_layout(warps, u)
+    pieces, per_piece = -(-D // (warps * WARP_COLUMNS)), warps * WARP_COLUMNS // u
+    tiles = -(-T // rows)
+    has_residual = residual_TD is not None
+    cut = lambda x: x.reshape(*x.shape[:-1], D // u, u)  # noqa: E731
+    operands = tuple(cut(x) for x in ((x_TD, residual_TD) if has_residual else (x_TD,)))
+    shape = jax.ShapeDtypeStruct(operands[0].shape, x_TD.dtype)
+    n = len(operands)
+
+    def body(*refs):
+        in_g, w_g, out_g = refs[:n], refs[n], refs[n + 1 :]
+        whole = pl.ds(lax.axis_index(row_stream.AXIS) * 0, pieces * per_piece)  # past D the copy engine fills in zeros
+
+        def scoped(ring, w_s, loaded, w_loaded):
+            plgpu.copy_gmem_to_smem(w_g.at[whole], w_s, w_loaded)
+
+            def load(tile, slot):
+                for g, s in zip(in_g, ring, strict=True):
+                    plgpu.copy_gmem_to_smem(g.at[pl.ds(tile * rows, rows), whole], s.at[slot], loaded.at[slot])
+
+            def piece(s, slot, p):
+                return s.at[slot, :, pl.ds(p * per_piece, per_piece)]
+
+            def work(slot):
+                read = lambda s, p: plgpu.load(piece(s, slot, p), layout=layout, optimized=False)  # noqa: E731
+                total = row_stream.full((rows, per_piece, u), 0, layout)
+                for p in range(pieces):
+                    h = read(ring[0], p)
+                    if has_residual:
+                        h = row_stream.add(h, read(ring[1], p), layout)
+                        piece(ring[1], slot, p)[...] = h
+                    h = row_stream.widen(h, layout)
+                    total = mosaic.fma(h, h, total, layout)
+                r = inverse_root(total.sum(axis=2).sum(axis=1), D, eps, layout.reduce(2).reduce(1))
+                r = row_stream.spread(r, total.shape, (0,), layout)
+                for p in range(pieces):
+                    h = row_stream.widen(read(ring[-1], p), layout)
+                    y = row_stream.narrow(mosaic.mul(h, r, layout), layout)
+                    w = plgpu.load(w_s.at[pl.ds(p * per_piece, per_piece)], layout=layout.reduce(0), optimized=False)
+                    w = row_stream.spread(w, y.shape, (1, 2), layout)
+                    piece(ring[0], slot, p)[...] = row_stream.mul(y, w, layout)
+
+            def store(tile, slot):
+                for g, s in zip(out_g, ring, strict=True):
+                    plgpu.copy_smem_to_gmem(s.at[slot], g.at[pl.ds(tile * rows, rows), whole], commit_group=False)
+
+            row_stream.stream(tiles, stages, loaded, load, work, store, ready=lambda: plgpu.barrier_wait(w_loaded))
+
+        pl.run_scoped(
+            scoped,
+            [plgpu.SMEM((stages, rows, pieces * per_piece, u), x_TD.dtype)] * n,
+            plgpu.SMEM((pieces * per_piece, u), x_TD.dtype),
+            plgpu.Barrier(num_arrivals=n, num_barriers=stages),
+            plgpu.Barrier(),
+        )
+
+    out = row_stream.kernel(body, tiles=tiles, programs_per_sm=programs, out_type=[shape] * n)(*operands, cut(w_D))
+    return out[0].reshape(T, D), out[1].reshape(T, D) if has_residual else x_TD
+
+
+def inverse_root(total: jax.Array, D: int, eps: float, layout) -> jax.Array:
+    """1 / sqrt(total / D + eps), every operation rounded to nearest."""
+    fill = functools.partial(row_stream.full, total.shape, layout=layout)
+    mean = mosaic.div(total, fill(D), layout)
+    return mosaic.div(fill(1), mosaic.sqrt(mosaic.add(mean, fill(eps), layout), layout), layout)
+
+
+def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
+    """(normalised rows, h): h is x, or x + residual."""
+    T, D = x_TD.shape
+    return _call(x_TD, residual_TD, w_D, eps=eps, plan=schedule(T, D, residual_TD is not None))
