@@ -9,11 +9,15 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import itertools
 
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: persistent kernels launch this many programs."""
@@ -49,22 +53,29 @@ def kernel(body, **options):
 
 
 def _instruction(ptx: str, operands: tuple, layout, fallback):
-    """One fp32 PTX instruction on each element of `operands` (arrays of one shape, all in `layout`)."""
+    """One fp32 PTX instruction on each element of `operands`: arrays of one shape, all in `layout`, and Python floats."""
     if interpreting():
         return fallback(*operands)
-    shape = jnp.broadcast_shapes(*(x.shape for x in operands))
+    arrays = [x for x in operands if not isinstance(x, float)]
+    shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
+    numbers = itertools.count(1)
+    # An array would do for a constant, but Mosaic cannot hand over one that is the same everywhere.
+    texts = [f"0f{np.float32(x).view(np.uint32):08X}" if isinstance(x, float) else f"${next(numbers)}" for x in operands]
+
+    def scalar(*args):
+        return llvm.inline_asm(ir.F32Type.get(), args, f"{ptx} $0, {', '.join(texts)};", "=f" + ",f" * len(args))
 
     @plgpu.inline_mgpu(
-        arg_types=(layout,) * len(operands), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
+        arg_types=(layout,) * len(arrays), return_type=plgpu.ShapeDtypeStruct(shape, jnp.float32, layout=layout)
     )
     def emit(_, first, *rest):
-        return first._pointwise(first._lift_fast_instr(ptx), *rest)
+        return first._pointwise(first._lift_fast_instr(scalar), *rest)
 
-    return emit(*operands)
+    return emit(*arrays)
 
 
 def fma(x: jax.Array, y: jax.Array, z: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
-    """x * y + z, rounded once; fp32 arrays of one shape and `layout`."""
+    """x * y + z, rounded once; fp32 arrays of one shape and `layout`, some of them Python floats."""
     return _instruction("fma.rn.f32", (x, y, z), layout, lambda x, y, z: x * y + z)
 
 
@@ -106,6 +117,11 @@ def sqrt(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
 def reciprocal(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """1 / x by the special function unit (1 ulp, subnormals kept)."""
     return _instruction("rcp.approx.f32", (x,), layout, lambda x: 1 / x)
+
+
+def log2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """Logarithm to base 2 by the special function unit."""
+    return _instruction("lg2.approx.f32", (x,), layout, jnp.log2)
 
 
 def row_layout(layout=plgpu.Layout.WGMMA):

@@ -35,16 +35,15 @@ def block_sums(z_MV: jax.Array, inv_temp_M: jax.Array) -> tuple[jax.Array, jax.A
 
     A NaN among a row's logits makes its M NaN.
     """
-    full = lambda value: jnp.full(z_MV.shape, value, jnp.float32)  # noqa: E731
     row = mosaic.row_layout()
     top_M = mosaic.mul(z_MV.max(axis=1), inv_temp_M, row)  # inv_temp > 0: the product of the largest is the largest
     # Rounded up twice: no exponent below is above 0, whatever rounds there.
-    max_M = mosaic.ceil(mosaic.mul_up(top_M, jnp.full(top_M.shape, LOG2E, jnp.float32), row), row)
+    max_M = mosaic.ceil(mosaic.mul_up(top_M, LOG2E, row), row)
     max_M = jnp.maximum(max_M, FLOOR)
     s_MV = mosaic.mul(z_MV, mosaic.rows(inv_temp_M, z_MV.shape))
-    p_MV = mosaic.exp2(mosaic.fma(s_MV, full(LOG2E), mosaic.rows(-max_M, z_MV.shape)))
+    p_MV = mosaic.exp2(mosaic.fma(s_MV, LOG2E, mosaic.rows(-max_M, z_MV.shape)))
     # 1 + p is in [1, 2]: its bits count multiples of 2^-23 from those of 1.
-    bits_MV = lax.bitcast_convert_type(mosaic.add(p_MV, full(1.0)), jnp.int32)
+    bits_MV = lax.bitcast_convert_type(mosaic.add(p_MV, 1.0), jnp.int32)
     return max_M, bits_MV.sum(axis=1) - jnp.int32((VOCAB_BLOCK * ONE) % 2**32 - 2**32)
 
 

@@ -69,11 +69,11 @@ def log(x: jax.Array) -> jax.Array:
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # Exponent and mantissa, the mantissa in [2/3, 4/3).
     k = (bits - 0x3F2AAAAB) >> 23
-    f = _add(lax.bitcast_convert_type(bits - (k << 23), jnp.float32), _full(-1.0))
-    series = _full(LOG1P[-1])
-    for coefficient in LOG1P[-2::-1]:
-        series = _fma(series, f, _full(coefficient))
-    return _fma(k.astype(jnp.float32), _full(LN2), _fma(_mul(f, f), series, f))
+    f = _add(lax.bitcast_convert_type(bits - (k << 23), jnp.float32), -1.0)
+    series = _fma(f, LOG1P[-1], LOG1P[-2])
+    for coefficient in LOG1P[-3::-1]:
+        series = _fma(series, f, coefficient)
+    return _fma(k.astype(jnp.float32), LN2, _fma(_mul(f, f), series, f))
 
 
 def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Array, jax.Array]:
@@ -114,11 +114,11 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
             while len(sums) > 1:
                 sums = [_join(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
             ((top_P, sum_P),) = sums
-            log_P = log(_mul(sum_P, _full(2.0**-FIXED_POINT_BITS)))
+            log_P = log(_mul(sum_P, 2.0**-FIXED_POINT_BITS))
             target_P = _mul(load(target_g.at[rows]), load(inv_temp_g.at[rows]))
-            above_P = _fma(-top_P, _full(NATS_LOW), _fma(-top_P, _full(NATS_HIGH), target_P))
+            above_P = _fma(-top_P, NATS_LOW, _fma(-top_P, NATS_HIGH, target_P))
             logprob_g[rows] = jnp.minimum(_add(above_P, -log_P), 0.0)
-            lse_g[rows] = _fma(top_P, _full(NATS_HIGH), _fma(top_P, _full(NATS_LOW), log_P))
+            lse_g[rows] = _fma(top_P, NATS_HIGH, _fma(top_P, NATS_LOW, log_P))
 
     return mosaic.kernel(
         body,

@@ -107,7 +107,6 @@ def sums(x_TD, w_VD, targets_T, inv_temp_T) -> tuple[jax.Array, jax.Array, jax.A
 def _gradient_epilogue(T, N, first, targets_P, inv_temp_P, lse_P, g_P, schedule) -> hopper_large.Epilogue:
     """bf16 [T, N]: g inv_temp (onehot - softmax) of logits of the vocabulary's entries from `first` on."""
     slots = 2
-    full = lambda value: jnp.full((ROWS, COLUMNS), value, jnp.float32)  # noqa: E731
     wide = lambda x_M: mosaic.rows(x_M, (ROWS, COLUMNS))  # noqa: E731
     wg_m, wg_n = schedule.warpgroup_tile
 
@@ -122,7 +121,7 @@ def _gradient_epilogue(T, N, first, targets_P, inv_temp_P, lse_P, g_P, schedule)
                 z_MV = acc_mn[i : i + ROWS, j : j + COLUMNS]
                 n_MV = plgpu.broadcasted_iota(jnp.int32, z_MV.shape, 1, layout=WGMMA) + j
                 s_MV = mosaic.mul(z_MV, wide(inv_temp_M))
-                p_MV = mosaic.exp2(mosaic.fma(s_MV, full(LOG2E), wide(-lse_M)))
+                p_MV = mosaic.exp2(mosaic.fma(s_MV, LOG2E, wide(-lse_M)))
                 dz_MV = jnp.where(n_MV == wide(target_M), 1.0 - p_MV, -p_MV) * wide(scale_M)
                 slot = (j // COLUMNS) % slots
                 plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
