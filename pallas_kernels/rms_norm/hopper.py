@@ -7,7 +7,6 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
-import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic, registry, row_stream
@@ -142,9 +141,8 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
 
 def inverse_root(total: jax.Array, D: int, eps: float, layout) -> jax.Array:
     """1 / sqrt(total / D + eps), every operation rounded to nearest."""
-    fill = functools.partial(row_stream.full, total.shape, layout=layout)
-    mean = mosaic.div(total, fill(D), layout)
-    return mosaic.div(fill(1), mosaic.sqrt(mosaic.add(mean, fill(eps), layout), layout), layout)
+    mean = mosaic.div(total, float(D), layout)
+    return mosaic.div(1.0, mosaic.sqrt(mosaic.add(mean, float(eps), layout), layout), layout)
 
 
 def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:

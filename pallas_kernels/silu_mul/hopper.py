@@ -67,9 +67,8 @@ def _call(gate_up_TN, *, plan):
                     row_stream.widen(plgpu.load(s.at[slot], layout=LAYOUT, optimized=False), LAYOUT)
                     for s in (gate_s, up_s)
                 )
-                fill = functools.partial(row_stream.full, g.shape, layout=LAYOUT)
-                e = mosaic.exp2(mosaic.mul(g, fill(-math.log2(math.e)), LAYOUT), LAYOUT)
-                sigmoid = mosaic.reciprocal(mosaic.add(e, fill(1), LAYOUT), LAYOUT)
+                e = mosaic.exp2(mosaic.mul(g, -math.log2(math.e), LAYOUT), LAYOUT)
+                sigmoid = mosaic.reciprocal(mosaic.add(e, 1.0, LAYOUT), LAYOUT)
                 y = mosaic.mul(mosaic.mul(g, sigmoid, LAYOUT), u, LAYOUT)
                 gate_s.at[slot][...] = row_stream.narrow(y, LAYOUT)
 
