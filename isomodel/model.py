@@ -218,7 +218,7 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap):
         return (x_TD, residual_TD, pages), seen
 
     with _tapping(tap) as seen:
-        x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed"))
+        x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed", impl=numerics.impl))
         # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
         weights = jnp.arange(cfg.num_layers) if inference else _layer_weights(params, masters, None)

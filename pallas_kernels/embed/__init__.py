@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
@@ -9,37 +11,41 @@ from pallas_kernels import registry
 from pallas_kernels.weight import Weight, as_weight
 
 
-def embed(tokens_T: jax.Array, w_VD: Weight | jax.Array, *, region: str) -> jax.Array:
+def embed(tokens_T: jax.Array, w_VD: Weight | jax.Array, *, region: str, impl: str) -> jax.Array:
     """Rows of the table.
 
     Args:
       tokens_T: int32 [T], in [0, V).
       w_VD: [V, D], a Weight or an array.
       region: name of the region in the contract.
+      impl: "reference", "hopper" or "native": they differ in the gradient only.
 
     Returns:
       [T, D] in the table's dtype. Every implementation is this one: a gather rounds nothing.
     """
     w = as_weight(w_VD)
     registry.record(region, {"implementation": "gather", "version": 1, "round": "none"})
-    return _embed(tokens_T, w.value, w.master)
+    return _embed(impl, tokens_T, w.value, w.master)
 
 
-@jax.custom_vjp
-def _embed(tokens_T, value_VD, master_VD):
-    del master_VD
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _embed(impl, tokens_T, value_VD, master_VD):
+    del impl, master_VD
     return jnp.take(value_VD, tokens_T, axis=0, mode="clip")
 
 
-def _embed_fwd(tokens_T, value_VD, master_VD):
+def _embed_fwd(impl, tokens_T, value_VD, master_VD):
     # Zero-size arrays carry the static facts that the backward needs.
     facts = jnp.zeros((value_VD.shape[0], 0), value_VD.dtype)
-    return _embed(tokens_T, value_VD, master_VD), (tokens_T, facts, master_VD is not None)
+    return _embed(impl, tokens_T, value_VD, master_VD), (tokens_T, facts, master_VD is not None)
 
 
-def _embed_bwd(saved, dy_TD):
+def _embed_bwd(impl, saved, dy_TD):
     """Rows of one token are summed in the order of the batch (a stable sort), in fp32."""
     tokens_T, facts, to_master = saved
+    if impl == "hopper":
+        dw_VD = registry.implementation("embed", impl).embed_backward(tokens_T, dy_TD, facts.shape[0])
+        return (None, None, dw_VD) if to_master else (None, dw_VD.astype(facts.dtype), None)
     order_T = jnp.argsort(tokens_T, stable=True)
     dw_VD = jax.ops.segment_sum(
         dy_TD.astype(jnp.float32)[order_T], tokens_T[order_T], num_segments=facts.shape[0], indices_are_sorted=True
