@@ -8,6 +8,7 @@ and has the same bits in any order, in any layout, under any schedule.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -51,15 +52,45 @@ def block_stats(logits_BV: jax.Array, inv_temp_P: jax.Array) -> tuple[jax.Array,
     """`block_sums` of every block of every row: (fp32 [blocks, P], int32 [blocks, P]); columns from B on are undefined.
 
     Args:
-      logits_BV: fp32 [B, V], V a multiple of 128.
+      logits_BV: fp32 [B, V], V a multiple of 128; B at most 8 or a multiple of 8.
       inv_temp_P: fp32 [P], P a multiple of 64, at least B.
+    """
+
+    def work(z_MV, rows, block, inputs, outputs):
+        max_g, sum_g = outputs
+        max_g[block, rows], sum_g[block, rows] = block_sums(z_MV, *inputs)
+
+    shape = logits_BV.shape[1] // VOCAB_BLOCK, inv_temp_P.shape[0]
+    out_type = tuple(jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.float32, jnp.int32))
+    return over_tiles(logits_BV, (inv_temp_P,), out_type, work)
+
+
+def drain(empty, count: jax.Array) -> None:
+    """Waits until the last of `count` loads through the ring have been read."""
+
+    def wait(i, _):
+        plgpu.barrier_wait(empty.at[lax.rem(i, STEPS)])
+        return None
+
+    lax.fori_loop(jnp.maximum(count - STEPS, 0), count, wait, None)
+
+
+def over_tiles(logits_BV: jax.Array, inputs_P: tuple[jax.Array, ...], out_type, work: Callable[..., None]):
+    """Runs `work` on every 64 x 128 tile of logits, streamed through shared memory at the memory's speed.
+
+    Args:
+      logits_BV, each of inputs_P: as in `block_stats`.
+      out_type: the outputs' shapes.
+      work: (z_MV, rows, block, inputs_M, outputs): the tile in Layout.WGMMA, its rows as a slice, its block's index, its
+        rows of each input, the outputs' refs in GMEM.
     """
     B, V = logits_BV.shape
     blocks = V // VOCAB_BLOCK
     tiles = -(-B // ROWS) * blocks
     programs = min(mosaic.SMS, -(-tiles // CONSUMERS))
 
-    def body(z_g, inv_temp_g, max_g, sum_g, z_s, full, empty):
+    def body(z_g, *refs):
+        inputs, outputs, (z_s, full, empty) = refs[: len(inputs_P)], refs[len(inputs_P) : -3], refs[-3:]
         program, wg = lax.axis_index("program"), lax.axis_index("wg")
         count = lax.div(tiles - 1 - program, programs) + 1
 
@@ -84,30 +115,31 @@ def block_stats(logits_BV: jax.Array, inv_temp_P: jax.Array) -> tuple[jax.Array,
                 return None
 
             lax.fori_loop(0, count, load, None)
+            drain(empty, count)
 
         @pl.when(wg < CONSUMERS)
-        def _sum():
+        def _work():
             plgpu.set_max_registers(232, action="increase")
 
             def tile(k, _):
                 i = wg + k * CONSUMERS
                 row, block = origin(i)
                 slot = lax.rem(i, STEPS)
-                at = pl.ds(row, ROWS)
-                inv_temp_M = plgpu.load(inv_temp_g.at[at], layout=mosaic.row_layout(), optimized=False)
+                rows = pl.ds(row, ROWS)
+                inputs_M = [plgpu.load(ref.at[rows], layout=mosaic.row_layout(), optimized=False) for ref in inputs]
+
                 plgpu.barrier_wait(full.at[slot])
                 z_MV = plgpu.load(z_s.at[slot], layout=plgpu.Layout.WGMMA)
+                plgpu.commit_smem()  # what was read here, TMA may now write
                 plgpu.barrier_arrive(empty.at[slot])
-                max_g[block, at], sum_g[block, at] = block_sums(z_MV, inv_temp_M)
+                work(z_MV, rows, block, inputs_M, outputs)
                 return None
 
             lax.fori_loop(0, lax.div(count - wg + CONSUMERS - 1, CONSUMERS), tile, None)
 
     return mosaic.kernel(
         body,
-        out_type=tuple(
-            jax.ShapeDtypeStruct((blocks, inv_temp_P.shape[0]), dtype) for dtype in (jnp.float32, jnp.int32)
-        ),
+        out_type=out_type,
         scratch_types=[
             plgpu.SMEM((STEPS, ROWS, VOCAB_BLOCK), jnp.float32, transforms=TILED32),
             plgpu.Barrier(num_barriers=STEPS),
@@ -117,4 +149,4 @@ def block_stats(logits_BV: jax.Array, inv_temp_P: jax.Array) -> tuple[jax.Array,
         grid_names=("program",),
         num_threads=CONSUMERS + 1,
         thread_name="wg",
-    )(logits_BV, inv_temp_P)
+    )(logits_BV, *inputs_P)

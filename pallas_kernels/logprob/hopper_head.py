@@ -37,6 +37,12 @@ def _pieces(schedule: Schedule):
     return [(i, j) for i in range(0, wg_m, ROWS) for j in range(0, wg_n, VOCAB_BLOCK)]
 
 
+def _schedule(T: int, N: int, D: int) -> Schedule:
+    """The GEMM's own, where its consumers take whole blocks of the vocabulary."""
+    schedule = schedules.large(T, N, D, 1)
+    return schedule if schedule.warpgroup_tile[1] % VOCAB_BLOCK == 0 else Schedule(128, 256)
+
+
 def _covered(size: int, tile: int) -> int:
     return -(-size // tile) * tile
 
@@ -94,7 +100,7 @@ def sums(x_TD, w_VD, targets_T, inv_temp_T) -> tuple[jax.Array, jax.Array, jax.A
     """
     T, D = x_TD.shape
     V = w_VD.shape[0]
-    schedule = schedules.large(T, padded_vocab(V), D, 1)
+    schedule = _schedule(T, padded_vocab(V), D)
     P = _covered(T, max(128, schedule.tile_m * schedule.cluster[0]))
     width = _covered(padded_vocab(V), schedule.tile_n * schedule.cluster[1])
     targets_P = jnp.pad(targets_T, (0, P - T))
@@ -143,7 +149,7 @@ def gradient(x_TD, w_VD, targets_T, inv_temp_T, lse_T, g_T, dw_dtype) -> tuple[j
     T, D = x_TD.shape
     V = w_VD.shape[0]
     chunk = min(_covered(-(-V // -(-V // CHUNK)), 256), V)
-    schedule = schedules.large(T, chunk, D, 1)
+    schedule = _schedule(T, chunk, D)
     extra = _covered(T, schedule.tile_m * schedule.cluster[0]) - T
     pad = lambda x_T, fill=0: jnp.pad(x_T, (0, extra), constant_values=fill)  # noqa: E731
     rows = pad(targets_T), pad(inv_temp_T, 1), pad(lse_T), pad(g_T)
