@@ -65,9 +65,10 @@ class Epilogue:
     scratch: tuple[Any, ...] = ()
 
 
-def stored_levels(leaves: int) -> int:
-    """Levels of the tree whose waiting partial rests in shared memory: all but the lowest."""
-    return max(leaves.bit_length() - 2, 0)
+def waiting_levels(leaves: int, schedule: Schedule) -> tuple[int, int]:
+    """Levels of the tree, above the lowest, whose partials wait in shared memory, and levels above those, in global memory."""
+    above = max(leaves.bit_length() - 2, 0)
+    return min(above, schedule.in_shared), max(above - schedule.in_shared, 0)
 
 
 def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: int | None = None, fill: float = 0.0) -> Epilogue:
@@ -81,7 +82,7 @@ def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: 
     chunks = wg_m // 64 * (wg_n // columns)
     slots = min(2, chunks)
     # Where the scratch is a partial's memory too, each consumer's share of both is the same bytes.
-    allocated = 4 * wg_m * wg_n // (64 * 128) if stored_levels(leaves) else slots
+    allocated = 4 * wg_m * wg_n // (64 * 128) if waiting_levels(leaves, schedule)[0] else slots
 
     def run(acc_mn, tile, inputs, outputs, scratch):
         del inputs
@@ -131,17 +132,22 @@ def matmul(
     across = (-(-T // (s.tile_m * s.cluster[0])), -(-columns // (s.tile_n * s.cluster[1])))
     clustered = math.prod(s.cluster) > 1
     programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
-    levels = stored_levels(leaves)
+    near, far = waiting_levels(leaves, s)
 
     def body(x_g, w_g, *refs):
         layer_g, refs = (refs[0], refs[1:]) if layer is not None else (None, refs)
         inputs, refs = refs[: len(epilogue.inputs)], refs[len(epilogue.inputs) :]
-        outputs, (xs, ws, full, empty, low, top) = refs[: len(epilogue.outputs)], refs[len(epilogue.outputs) :]
+        outputs, refs = refs[: len(epilogue.outputs)], refs[len(epilogue.outputs) :]
+        far_g, refs = (refs[0], refs[1:]) if far else (None, refs)
+        xs, ws, full, empty, low, top = refs
         *highest, scratch = top
-        partials = (*low, *highest)  # by level of the tree, from 1 on
+        near_s = (*low, *highest)
         wg = lax.axis_index("wg")
         program = lax.axis_index("program")
         count = lax.div(math.prod(across) - 1 - program, programs) + 1
+        block = program
+        if clustered:
+            block = (program * s.cluster[0] + lax.axis_index("cm")) * s.cluster[1] + lax.axis_index("cn")
 
         def origin(i):
             m, n = plgpu.planar_snake(program + i * programs, across, 0 if s.band_of == "m" else 1, s.band)
@@ -209,31 +215,45 @@ def matmul(
 
                     def step(j, _):
                         multiply(first + j)
-                        plgpu.wgmma_wait(1)
-                        plgpu.barrier_arrive(empty.at[lax.rem(first + j - 1, s.steps)])
+                        plgpu.wgmma_wait(s.in_flight)
+                        plgpu.barrier_arrive(empty.at[lax.rem(first + j - s.in_flight, s.steps)])
                         return None
 
-                    multiply(first)
-                    lax.fori_loop(1, per_leaf, step, None)
+                    for j in range(s.in_flight):
+                        multiply(first + j)
+                    lax.fori_loop(s.in_flight, per_leaf, step, None)
                     plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[lax.rem(first + per_leaf - 1, s.steps)])
+                    for j in range(s.in_flight):
+                        plgpu.barrier_arrive(empty.at[lax.rem(first + per_leaf - s.in_flight + j, s.steps)])
                     return acc[...]
 
                 return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
 
+            def put(level, sum_mn):
+                if level <= near:
+                    if level == near:  # its place is the epilogue's scratch
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+                    near_s[level - 1][wg] = sum_mn
+                else:
+                    far_g[block, level - near - 1, wg] = sum_mn
+
+            def get(level):
+                if level <= near:
+                    return near_s[level - 1][wg]
+                at = far_g.at[block, level - near - 1, wg]
+                return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
+
             def tile(i, _):
                 row, col = origin(i)
-                waiting = {}  # level of the tree: its partial, in registers (level 0) or in shared memory
+                waiting = {}  # level of the tree: its partial, None where it waits in memory
                 for leaf in range(leaves):
                     sum_mn, level = chain(i * per_tile + leaf * per_leaf), 0
                     while level in waiting:
                         left = waiting.pop(level)
-                        sum_mn = (partials[level - 1][wg] if left is None else left) + sum_mn
+                        sum_mn = (get(level) if left is None else left) + sum_mn
                         level += 1
                     if level and leaf + 1 < leaves:
-                        if level == levels:  # its place is the epilogue's scratch
-                            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                        partials[level - 1][wg] = sum_mn
+                        put(level, sum_mn)
                         sum_mn = None
                     waiting[level] = sum_mn
                 (acc_mn,) = waiting.values()
@@ -246,8 +266,8 @@ def matmul(
 
     axes = tuple(axis for axis, size in zip(("cm", "cn"), s.cluster, strict=True) if size > 1)
     partial = plgpu.SMEM((s.consumers, wg_m, wg_n), jnp.float32, transforms=TILED32)
-    top = ((partial,) if levels else ()) + (tuple(epilogue.scratch),)
-    if levels and not mosaic.interpreting():  # the race detector takes a union as one whole, not consumer by consumer
+    top = ((partial,) if near else ()) + (tuple(epilogue.scratch),)
+    if near and not mosaic.interpreting():  # the race detector takes a union as one whole, not consumer by consumer
         top = plgpu.RefUnion(*top)
     empty = dict(num_arrivals=s.consumers, num_barriers=s.steps)
     scratch_types = [
@@ -255,13 +275,15 @@ def matmul(
         plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
         plgpu.Barrier(num_arrivals=2, num_barriers=s.steps),
         plgpu.ClusterBarrier(collective_axes=axes, **empty) if clustered else plgpu.Barrier(**empty),
-        (partial,) * (levels - 1),
+        (partial,) * (near - 1),
         top,
     ]
+    far_shape = (programs * math.prod(s.cluster), far, s.consumers, wg_m, wg_n)
+    far_type = (jax.ShapeDtypeStruct(far_shape, jnp.float32),) if far else ()
     cluster = dict(cluster=s.cluster, cluster_names=("cm", "cn")) if clustered else {}
     run = mosaic.kernel(
         body,
-        out_type=epilogue.outputs,
+        out_type=(*epilogue.outputs, *far_type),
         scratch_types=scratch_types,
         grid=(programs,),
         grid_names=("program",),
@@ -269,4 +291,5 @@ def matmul(
         thread_name="wg",
         **cluster,
     )
-    return run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)
+    outputs = run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)
+    return outputs[: len(epilogue.outputs)]

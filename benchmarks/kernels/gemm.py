@@ -1,0 +1,193 @@
+"""GEMM: many rows against cuBLAS, few tokens against the memory's bandwidth and the library, the backward's library dots.
+
+`python -m benchmarks.kernels.gemm` prints the rows. The library runs under our pinned XLA flags here and under XLA's defaults
+in a process of its own; its faster figure is the baseline.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from benchmarks.kernels import timing
+from pallas_kernels import environment, gemm
+
+CHAIN = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 12288, 4096), (16384, 4096, 12288))
+TREE = ((16384, 4096, 4096), (16384, 4096, 12288))
+FEW = (1, 8, 64)
+WEIGHTS = {
+    "4096x4096": ((4096, 4096, 8),),
+    "6144x4096": ((6144, 4096, 1), (4096, 6144, 8)),
+    "12288x4096": ((12288, 4096, 1), (4096, 12288, 8)),
+    "24576x4096": ((24576, 4096, 1), (4096, 24576, 8)),
+}
+"""N, K and leaves of GEMMs that run one after the other, each the next one's input; every weight has 30 MB or more."""
+ROUNDS = 5
+
+
+def operands(M: int, N: int, K: int) -> tuple[jax.Array, jax.Array]:
+    """x [M, K], w [N, K], whose product has values of the same size as x."""
+    x_MK = jax.random.normal(jax.random.key(0), (M, K), jnp.bfloat16)
+    return x_MK, (jax.random.normal(jax.random.key(1), (N, K)) * K**-0.5).astype(jnp.bfloat16)
+
+
+def library(x_MK: jax.Array, w_NK: jax.Array, out_dtype=jnp.bfloat16) -> jax.Array:
+    """XLA's dot."""
+    return lax.dot_general(x_MK, w_NK, (((1,), (1,)), ((), ())), preferred_element_type=out_dtype)
+
+
+def ours(x_MK: jax.Array, w_NK: jax.Array, leaves: int = 1) -> jax.Array:
+    if leaves == 1:
+        return gemm.chain(x_MK, w_NK, region="benchmark", impl="hopper")
+    return gemm.tree(x_MK, w_NK, region="benchmark", impl="hopper")
+
+
+def in_turn(calls: dict, iterations: int = 8) -> dict[str, float]:
+    """Microseconds of each call, measured in turn: a GPU at its power limit slows down over a run, for all alike."""
+    run = {name: (jax.jit(f), args) for name, (f, *args) in calls.items()}
+    for f, args in run.values():
+        jax.block_until_ready([f(*args) for _ in range(3)])
+    times: dict[str, list[float]] = {name: [] for name in run}
+    for _ in range(ROUNDS):
+        for name, (f, args) in run.items():
+            start = time.perf_counter()
+            out = [f(*args) for _ in range(iterations)][-1]
+            jax.block_until_ready(out)
+            times[name].append((time.perf_counter() - start) / iterations * 1e6)
+    return {name: statistics.median(t) for name, t in times.items()}
+
+
+def tflops(M: int, N: int, K: int, us: float) -> float:
+    return 2 * M * N * K / us / 1e6
+
+
+def large() -> dict[str, float]:
+    """TFLOP/s of the library, of `chain` and of `tree` at each shape of many rows."""
+    found = {}
+    for M, N, K in CHAIN:
+        args = operands(M, N, K)
+        calls = {"library": (library, *args)}
+        if environment.requested_mode() == "iso":
+            calls["chain"] = (ours, *args)
+            if (M, N, K) in TREE:
+                calls["tree"] = (functools.partial(ours, leaves=8), *args)
+        for name, us in in_turn(calls).items():
+            found[f"{name}-{M}x{N}x{K}"] = tflops(M, N, K, us)
+    return found
+
+
+def few(T: int, name: str, multiply) -> tuple[float, float]:
+    """(microseconds, bytes of weights) of one pass over WEIGHTS[name] with T tokens, in a loop on the device.
+
+    There are weights enough that none is still in the cache when its turn comes again.
+    """
+    shapes = WEIGHTS[name]
+    size = sum(N * K * 2 for N, K, _ in shapes)
+    copies = -(-(1 << 28) // size)
+    weights = [operands(8, N, K)[1] for _ in range(copies) for N, K, _ in shapes]
+
+    def step(i, x, *weights):
+        for w, (_, _, leaves) in zip(weights, shapes * copies, strict=True):
+            x = multiply(x, w, leaves)
+        return x
+
+    return timing.loop_us(step, operands(T, 8, shapes[0][1])[0], *weights) / copies, size
+
+
+def backward() -> dict[str, float]:
+    """TFLOP/s of dX and dW (fp32) of a 16384 x 4096 x 4096 GEMM, as `pallas_kernels.gemm` asks the library for them."""
+    M, N, K = TREE[0]
+    x_MK, w_NK = operands(M, N, K)
+    dy_MN = operands(M, 8, N)[0]
+    dx = lambda dy, w: lax.dot_general(dy, w, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)  # noqa: E731
+    dw = lambda dy, x: lax.dot_general(dy, x, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)  # noqa: E731
+    calls = {
+        "dx": (lambda dy, w: dx(dy, w).astype(jnp.bfloat16), dy_MN, w_NK),
+        "dw": (dw, dy_MN, x_MK),
+        "forward": (library, x_MK, w_NK),
+    }
+    return {name: tflops(M, N, K, us) for name, us in in_turn(calls).items()}
+
+
+def _under_default_flags() -> dict[str, float]:
+    env = environment.environ_for("native") | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels.gemm", "large"], env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows() -> list[dict]:
+    """One row a measurement (benchmarks.report.record's fields)."""
+    default, found = _under_default_flags(), large()
+    rows = []
+    for order, shapes, target in (("chain", CHAIN, ">= 0.97"), ("tree", TREE, ">= 0.92")):
+        for M, N, K in shapes:
+            shape = f"{M}x{N}x{K}"
+            both = {"our flags": found[f"library-{shape}"], "XLA's default flags": default[f"library-{shape}"]}
+            faster = max(both, key=both.get)
+            rows.append(
+                {
+                    "id": f"gemm-{order}-{shape}",
+                    "work": f"{order}{'' if order == 'chain' else ' of 8 leaves'}, bf16, M x N x K = {shape}",
+                    "metric": "TFLOP/s",
+                    "ours": found[f"{order}-{shape}"],
+                    "baseline": both[faster],
+                    "baseline_name": f"XLA dot (cuBLAS) under {faster}",
+                    "target": target,
+                }
+            )
+    for name, shapes in WEIGHTS.items():
+        work = f"weights {name}{' and back' if len(shapes) > 1 else ''}, bf16, in a loop on the device"
+        for T in FEW:
+            us, size = few(T, name, ours)
+            rows.append(
+                {
+                    "id": f"gemm-{T}-tokens-{name}",
+                    "work": f"{T} tokens, {work}",
+                    "metric": "TB/s of the weights",
+                    "ours": size / us / 1e6,
+                    "baseline": timing.copy_bandwidth() / 1e12,
+                    "baseline_name": "a large copy, bytes read and written",
+                    "target": ">= 0.75",
+                }
+            )
+        rows.append(
+            {
+                "id": f"gemm-256-tokens-{name}",
+                "work": f"256 tokens, {work}",
+                "metric": "us",
+                "ours": few(256, name, ours)[0],
+                "baseline": few(256, name, lambda x, w, leaves: library(x, w))[0],
+                "baseline_name": "XLA dot (cuBLAS)",
+                "target": "<= 1",
+            }
+        )
+    for name, rate in backward().items():
+        if name != "forward":
+            rows.append(
+                {
+                    "id": f"gemm-backward-{name}",
+                    "work": f"{name} of a 16384 x 4096 x 4096 GEMM, fp32 accumulation, XLA dot",
+                    "metric": "TFLOP/s",
+                    "ours": rate,
+                }
+            )
+    return rows
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["large"]:
+        print(json.dumps(large()))
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        print(json.dumps(rows(), indent=1))
