@@ -36,10 +36,11 @@ def stream(
     stages: int,
     loaded,
     load: Callable[[jax.Array, jax.Array], None],
-    work: Callable[[jax.Array], None],
+    work: Callable,
     store: Callable[[jax.Array, jax.Array], None],
     ready: Callable[[], None] = lambda: None,
-) -> None:
+    carry=(),
+):
     """Takes this program's tiles (its own index, and so on in steps of the number of programs) through the ring.
 
     Args:
@@ -47,9 +48,13 @@ def stream(
       stages: slots of the ring.
       loaded: one barrier a slot; a slot's copies arrive there.
       load: (tile, slot): starts the copies into a slot.
-      work: (slot): changes a slot in place.
+      work: (slot, carry): changes a slot in place; returns the carry of the next tile.
       store: (tile, slot): starts the copies out of a slot, as part of no group yet.
       ready: called once, between the first copies in and the first work.
+      carry: arrays that go from one tile's work to the next.
+
+    Returns:
+      The last tile's carry.
     """
     program, programs = lax.axis_index(AXIS), lax.axis_size(AXIS)
     mine = lax.div(tiles - program + (programs - 1), programs)
@@ -62,11 +67,10 @@ def stream(
 
     ready()
 
-    @pl.loop(0, mine)
-    def _step(i):
+    def step(i, carry):
         slot = lax.rem(i, stages)
         plgpu.barrier_wait(loaded.at[slot])
-        work(slot)
+        carry = work(slot, carry)
         plgpu.commit_smem()
         store(program + i * programs, slot)
         plgpu.commit_smem_to_gmem_group()
@@ -76,14 +80,23 @@ def stream(
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the slot of the step before has been read
             load_number(i - 1 + stages)
 
+        return carry
+
+    carry = lax.fori_loop(0, mine, step, carry)
     plgpu.wait_smem_to_gmem(0)
+    return carry
 
 
-def kernel(body, *, tiles: int, programs_per_sm: int, **options):
-    """`mosaic.kernel` with at most `programs_per_sm` programs on each multiprocessor."""
+def programs(tiles: int, per_sm: int) -> int:
+    """How many programs a kernel has: at most `per_sm` on each multiprocessor."""
+    return min(tiles, mosaic.SMS * per_sm)
+
+
+def kernel(body, *, programs: int, **options):
+    """`mosaic.kernel` on a line of programs of one warpgroup."""
     return mosaic.kernel(
         body,
-        grid=(min(tiles, mosaic.SMS * programs_per_sm),),
+        grid=(programs,),
         grid_names=(AXIS,),
         # A thread reads and writes the same addresses of a slot and no others; commit_smem and the waits do the rest.
         compiler_params=plgpu.CompilerParams(
@@ -101,6 +114,12 @@ def spread(x: jax.Array, shape: tuple[int, ...], axes: tuple[int, ...], layout) 
 def full(shape: tuple[int, ...], value: float, layout) -> jax.Array:
     """fp32 array of one value in `layout`."""
     return plgpu.layout_cast(jnp.full(shape, value, jnp.float32), layout)
+
+
+def inverse_root(total: jax.Array, D: int, eps: float, layout) -> jax.Array:
+    """1 / sqrt(total / D + eps), every operation rounded to nearest."""
+    mean = mosaic.div(total, float(D), layout)
+    return mosaic.div(1.0, mosaic.sqrt(mosaic.add(mean, float(eps), layout), layout), layout)
 
 
 def _packed(instruction: str, operands, layout, fallback):

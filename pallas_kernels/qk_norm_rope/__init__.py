@@ -12,7 +12,6 @@ import hashlib
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 
 from pallas_kernels import registry
 from pallas_kernels.weight import Weight, as_weight
@@ -96,29 +95,10 @@ def _iso_fwd(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters):
 
 
 def _iso_bwd(impl, eps, saved, grads):
-    """The rotation's transpose rotates back; then the norm's gradient, as in rms_norm. fp32 inside."""
-    del impl
     qkv_TKgd, cos_sin_T2h, norms, to_master = saved
-    T, K, g2, d = qkv_TKgd.shape
-    dq_THd, dk_TKd, dv_TKd = (g.astype(jnp.float32) for g in grads)
-    cos_T11h, sin_T11h = (cos_sin_T2h[:, i, None, None].astype(jnp.float32) for i in (0, 1))
-    dqk_TKgd = jnp.concatenate([dq_THd.reshape(T, K, g2 - 2, d), dk_TKd[:, :, None]], axis=2)
-    a, b = jnp.split(dqk_TKgd, 2, axis=-1)
-    dqk_TKgd = jnp.concatenate([a * cos_T11h + b * sin_T11h, b * cos_T11h - a * sin_T11h], axis=-1)
-    dnorms = []
-    if norms:
-        x_TKgd = qkv_TKgd[:, :, :-1].astype(jnp.float32)
-        r_TKg1 = lax.rsqrt(jnp.mean(x_TKgd * x_TKgd, axis=-1, keepdims=True) + eps)
-        n_TKgd = x_TKgd * r_TKg1
-        for part, w_d, master in zip((slice(0, g2 - 2), slice(g2 - 2, None)), norms, to_master, strict=True):
-            dw_d = jnp.sum((dqk_TKgd * n_TKgd)[:, :, part], axis=(0, 1, 2))
-            dnorms.append(dw_d if master else dw_d.astype(w_d.dtype))
-        q_d, k_d = (w.astype(jnp.float32) for w in norms)
-        w_gd = jnp.concatenate([jnp.broadcast_to(q_d, (g2 - 2, d)), k_d[None]])
-        g_TKgd = dqk_TKgd * w_gd
-        dqk_TKgd = r_TKg1 * (g_TKgd - n_TKgd * jnp.mean(g_TKgd * n_TKgd, axis=-1, keepdims=True))
-    dqkv_TKgd = jnp.concatenate([dqk_TKgd, dv_TKd[:, :, None]], axis=2).astype(qkv_TKgd.dtype)
-    values = tuple(None if m else g for g, m in zip(dnorms, to_master, strict=True))
+    module = registry.implementation("qk_norm_rope", impl)
+    dqkv_TKgd, dnorms = module.backward(qkv_TKgd, cos_sin_T2h, norms, grads, eps)
+    values = tuple(None if m else g.astype(w.dtype) for g, w, m in zip(dnorms, norms, to_master, strict=True))
     masters = tuple(g if m else None for g, m in zip(dnorms, to_master, strict=True))
     return dqkv_TKgd, None, values, masters
 

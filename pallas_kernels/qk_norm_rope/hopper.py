@@ -9,8 +9,9 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from pallas_kernels import mosaic, registry, row_stream
-from pallas_kernels.rms_norm.hopper import inverse_root
+from pallas_kernels import mosaic, row_stream
+from pallas_kernels.qk_norm_rope import hopper_backward
+from pallas_kernels.qk_norm_rope.hopper_layout import row_layout, tile_rows
 
 VERSION = 1
 
@@ -35,24 +36,6 @@ def entry(shape: tuple[int, int, int], eps: float, theta: float, table_hash: str
         "rope_round": [f"cos, sin: {dtype}", f"each product: {dtype}", f"sum: {dtype}"],
         "shape": list(shape),
     }
-
-
-def row_layout(h: int):
-    """Of [tile_rows(h), h], half the columns of a head of each row: a lane holds 8 neighbouring columns."""
-    rows = tile_rows(h)
-    tiling = plgpu.Tiling(((rows, h), (rows // 4, h), (8,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
-def tile_rows(h: int) -> int:
-    """Rows of `h` columns that 128 threads hold, 8 columns to a thread.
-
-    Raises:
-      registry.Unsupported: no such layout.
-    """
-    if h not in (16, 32, 64, 128):
-        raise registry.Unsupported(f"qk_norm_rope: the Hopper kernel takes head_dim 32, 64, 128 or 256, not {2 * h}")
-    return 1024 // h
 
 
 def schedule(shape: tuple[int, int, int]) -> tuple[int, int]:
@@ -99,7 +82,7 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
                 if norms:
                     a32, b32 = row_stream.widen(a, layout), row_stream.widen(b, layout)
                     total = mosaic.fma(b32, b32, mosaic.mul(a32, a32, layout), layout)
-                    r = spread(inverse_root(total.sum(axis=1), d, eps, layout.reduce(1)), 0)
+                    r = spread(row_stream.inverse_root(total.sum(axis=1), d, eps, layout.reduce(1)), 0)
                     a, b = (
                         row_stream.mul(row_stream.narrow(mosaic.mul(x, r, layout), layout), w, layout)
                         for x, w in zip((a32, b32), weight, strict=True)
@@ -110,11 +93,12 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
                 for half, x in zip(halves, (low, high), strict=True):
                     head.at[:, half][...] = x
 
-            def work(slot):
+            def work(slot, carry):
                 cos, sin = (read(cos_sin_s.at[slot, :, i]) for i in (0, 1))
                 for g in range(groups):
                     turn(q_s.at[slot, :, g], cos, sin, weights[0] if norms else None)
                 turn(k_s.at[slot], cos, sin, weights[1] if norms else None)
+                return carry
 
             def store(tile, slot):
                 t, k = corner(tile)
@@ -133,7 +117,7 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
         )
 
     out_type = [jax.ShapeDtypeStruct(s, dtype) for s in ((T, K, groups, d), (T, K, d), (T, K, d))]
-    run = row_stream.kernel(body, tiles=tiles, programs_per_sm=programs, out_type=out_type)
+    run = row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=out_type)
     q_TKgd, k_TKd, v_TKd = run(qkv_TKgd, cos_sin_T2h, *norms)
     return q_TKgd.reshape(T, K * groups, d), k_TKd, v_TKd
 
@@ -141,3 +125,6 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
 def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q [T, H, d], k [T, K, d], v [T, K, d])."""
     return _call(qkv_TKgd, cos_sin_T2h, norms, eps=eps, plan=schedule(qkv_TKgd.shape[1:]))
+
+
+backward = hopper_backward.backward

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from pallas_kernels.rms_norm.reference import LANES, normalise
 from pallas_kernels.tiles import ROWS, map_rows
@@ -55,3 +56,29 @@ def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, j
         return rotate(q_MKgd).reshape(-1, K * (g2 - 2), d), rotate(k_MKgd)[:, :, 0], qkv_MKgd[:, :, -1]
 
     return map_rows(tile, (qkv_TKgd, cos_sin_T2h))
+
+
+def backward(qkv_TKgd, cos_sin_T2h, norms, grads, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    """(gradient of qkv, fp32 gradients of the norm weights) from those of q [T, H, d], k and v [T, K, d].
+
+    The rotation's transpose rotates back; then the norm's gradient, as in rms_norm. fp32 inside.
+    """
+    T, K, g2, d = qkv_TKgd.shape
+    dq_THd, dk_TKd, dv_TKd = (g.astype(jnp.float32) for g in grads)
+    cos_T11h, sin_T11h = (cos_sin_T2h[:, i, None, None].astype(jnp.float32) for i in (0, 1))
+    dqk_TKgd = jnp.concatenate([dq_THd.reshape(T, K, g2 - 2, d), dk_TKd[:, :, None]], axis=2)
+    a, b = jnp.split(dqk_TKgd, 2, axis=-1)
+    dqk_TKgd = jnp.concatenate([a * cos_T11h + b * sin_T11h, b * cos_T11h - a * sin_T11h], axis=-1)
+    dnorms = []
+    if norms:
+        x_TKgd = qkv_TKgd[:, :, :-1].astype(jnp.float32)
+        r_TKg1 = lax.rsqrt(jnp.mean(x_TKgd * x_TKgd, axis=-1, keepdims=True) + eps)
+        n_TKgd = x_TKgd * r_TKg1
+        for part in (slice(0, g2 - 2), slice(g2 - 2, None)):
+            dnorms.append(jnp.sum((dqk_TKgd * n_TKgd)[:, :, part], axis=(0, 1, 2)))
+        q_d, k_d = (w.astype(jnp.float32) for w in norms)
+        w_gd = jnp.concatenate([jnp.broadcast_to(q_d, (g2 - 2, d)), k_d[None]])
+        g_TKgd = dqk_TKgd * w_gd
+        dqk_TKgd = r_TKg1 * (g_TKgd - n_TKgd * jnp.mean(g_TKgd * n_TKgd, axis=-1, keepdims=True))
+    dqkv_TKgd = jnp.concatenate([dqk_TKgd, dv_TKd[:, :, None]], axis=2).astype(qkv_TKgd.dtype)
+    return dqkv_TKgd, tuple(dnorms)

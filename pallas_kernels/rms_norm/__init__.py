@@ -10,8 +10,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
-from jax import lax
 
 from pallas_kernels import registry
 from pallas_kernels.weight import Weight, as_weight
@@ -69,17 +67,8 @@ def _iso_fwd(impl, eps, x_TD, residual_TD, w_D, master_D):
 
 
 def _iso_bwd(impl, eps, saved, grads):
-    """With r = rsqrt(mean(h^2) + eps), n = h r, g = dy w: dh = r (g - n mean(g n)) + dh_out, dw = sum over rows of dy n."""
-    del impl
     h_TD, w_D, has_residual, to_master = saved
-    dy_TD, dh_TD = (g.astype(jnp.float32) for g in grads)
-    h32_TD = h_TD.astype(jnp.float32)
-    r_T1 = lax.rsqrt(jnp.mean(h32_TD * h32_TD, axis=1, keepdims=True) + eps)
-    n_TD = h32_TD * r_T1
-    g_TD = dy_TD * w_D.astype(jnp.float32)
-    dx_TD = r_T1 * (g_TD - n_TD * jnp.mean(g_TD * n_TD, axis=1, keepdims=True)) + dh_TD
-    dx_TD = dx_TD.astype(h_TD.dtype)
-    dw_D = jnp.sum(dy_TD * n_TD, axis=0)
+    dx_TD, dw_D = registry.implementation("rms_norm", impl).backward(h_TD, w_D, *grads, eps)
     dw = (None, dw_D) if to_master else (dw_D.astype(w_D.dtype), None)
     return (dx_TD, dx_TD if has_residual else None, *dw)
 

@@ -9,11 +9,11 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
-from pallas_kernels import mosaic, registry, row_stream
+from pallas_kernels import mosaic, row_stream
+from pallas_kernels.rms_norm import hopper_backward
+from pallas_kernels.rms_norm.hopper_layout import WARP_COLUMNS, row_layout, unit
 
 VERSION = 1
-WARP_COLUMNS = 256
-"""Columns that a warp takes at a time: 8 to a lane."""
 
 
 def entry(D: int, eps: float, dtype, has_residual: bool) -> dict:
@@ -39,38 +39,15 @@ def row_warps(D: int) -> int:
     return 4 if D > 2560 else 1
 
 
-def unit(D: int) -> int:
-    """Width of the innermost axis that a row is cut into: a power of two that divides D, so that the copy engine
-    fills a row up to whole pieces with zeros.
-
-    Raises:
-      registry.Unsupported: the copy engine cannot take such rows.
-    """
-    u = min(64, D & -D)
-    if u < 16 or D // u > 252:
-        raise registry.Unsupported(f"rms_norm: the Hopper kernel takes widths that are multiples of 64, not {D}")
-    return u
-
-
-def row_layout(warps: int, u: int):
-    """Of [n rows, columns of a piece / u, u]: a lane holds 8 neighbouring columns of its row or rows."""
-    if warps == 1:  # row r lies in warp r % 4
-        tiling = plgpu.Tiling(((4, WARP_COLUMNS // u, u), (8,)))
-        return plgpu.Layout.TILED(tiling, warp_dims=(-4,), lane_dims=(-3, -2), vector_dim=-1)
-    tiling = plgpu.Tiling(((1, 4 * WARP_COLUMNS // u, u), (WARP_COLUMNS // u, u), (8,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(-5,), lane_dims=(-3, -2), vector_dim=-1)
-
-
 def schedule(T: int, D: int, has_residual: bool) -> tuple[int, int, int]:
     """(rows of a tile, slots, programs a multiprocessor). None of them reaches the bits."""
     warps = row_warps(D)
     piece = warps * WARP_COLUMNS
     row_bytes = -(-D // piece) * piece * 2 * (1 + has_residual)
-    rows = 4 if warps == 1 else 2  # Mosaic cannot broadcast the sum of a tile of one row
-    while rows < 32 and 2 * rows * row_bytes <= 32768 and T > mosaic.SMS * rows:
+    rows = 4 if warps == 1 else 2
+    while rows < 16 and 2 * rows * row_bytes <= 32768 and T > mosaic.SMS * rows:
         rows *= 2
-    stages = max(2, min(4, 98304 // (rows * row_bytes)))
-    return rows, stages, max(1, min(4, 221184 // (stages * rows * row_bytes + D * 2)))
+    return rows, 2, max(1, min(4, 221184 // (2 * rows * row_bytes + D * 2)))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plan"))
@@ -102,7 +79,7 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
             def piece(s, slot, p):
                 return s.at[slot, :, pl.ds(p * per_piece, per_piece)]
 
-            def work(slot):
+            def work(slot, carry):
                 read = lambda s, p: plgpu.load(piece(s, slot, p), layout=layout, optimized=False)  # noqa: E731
                 total = row_stream.full((rows, per_piece, u), 0, layout)
                 for p in range(pieces):
@@ -112,7 +89,7 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
                         piece(ring[1], slot, p)[...] = h
                     h = row_stream.widen(h, layout)
                     total = mosaic.fma(h, h, total, layout)
-                r = inverse_root(total.sum(axis=2).sum(axis=1), D, eps, layout.reduce(2).reduce(1))
+                r = row_stream.inverse_root(total.sum(axis=2).sum(axis=1), D, eps, layout.reduce(2).reduce(1))
                 r = row_stream.spread(r, total.shape, (0,), layout)
                 for p in range(pieces):
                     h = row_stream.widen(read(ring[-1], p), layout)
@@ -120,6 +97,7 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
                     w = plgpu.load(w_s.at[pl.ds(p * per_piece, per_piece)], layout=layout.reduce(0), optimized=False)
                     w = row_stream.spread(w, y.shape, (1, 2), layout)
                     piece(ring[0], slot, p)[...] = row_stream.mul(y, w, layout)
+                return carry
 
             def store(tile, slot):
                 for g, s in zip(out_g, ring, strict=True):
@@ -135,17 +113,16 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
             plgpu.Barrier(),
         )
 
-    out = row_stream.kernel(body, tiles=tiles, programs_per_sm=programs, out_type=[shape] * n)(*operands, cut(w_D))
+    out = row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=[shape] * n)(
+        *operands, cut(w_D)
+    )
     return out[0].reshape(T, D), out[1].reshape(T, D) if has_residual else x_TD
-
-
-def inverse_root(total: jax.Array, D: int, eps: float, layout) -> jax.Array:
-    """1 / sqrt(total / D + eps), every operation rounded to nearest."""
-    mean = mosaic.div(total, float(D), layout)
-    return mosaic.div(1.0, mosaic.sqrt(mosaic.add(mean, float(eps), layout), layout), layout)
 
 
 def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
     """(normalised rows, h): h is x, or x + residual."""
     T, D = x_TD.shape
     return _call(x_TD, residual_TD, w_D, eps=eps, plan=schedule(T, D, residual_TD is not None))
+
+
+backward = hopper_backward.backward

@@ -58,3 +58,17 @@ def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
         return y_MD, h_MD
 
     return map_rows(tile, (x_TD,) if residual_TD is None else (x_TD, residual_TD))
+
+
+def backward(h_TD, w_D, dy_TD, dh_TD, eps: float) -> tuple[jax.Array, jax.Array]:
+    """(gradient of h, fp32 gradient of the weight); dh is what comes to h by other ways than the norm.
+
+    With r = rsqrt(mean(h^2) + eps), n = h r, g = dy w: r (g - n mean(g n)) + dh, and the sum over rows of dy n.
+    """
+    dtype = h_TD.dtype
+    h_TD, w_D, dy_TD, dh_TD = (x.astype(jnp.float32) for x in (h_TD, w_D, dy_TD, dh_TD))
+    r_T1 = lax.rsqrt(jnp.mean(h_TD * h_TD, axis=1, keepdims=True) + eps)
+    n_TD = h_TD * r_T1
+    g_TD = dy_TD * w_D
+    dx_TD = r_T1 * (g_TD - n_TD * jnp.mean(g_TD * n_TD, axis=1, keepdims=True)) + dh_TD
+    return dx_TD.astype(dtype), jnp.sum(dy_TD * n_TD, axis=0)

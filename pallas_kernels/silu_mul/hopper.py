@@ -62,7 +62,7 @@ def _call(gate_up_TN, *, plan):
                         in_g.at[pl.ds(t, rows), pl.ds(column, COLUMNS)], s.at[slot], loaded.at[slot]
                     )
 
-            def work(slot):
+            def work(slot, carry):
                 g, u = (
                     row_stream.widen(plgpu.load(s.at[slot], layout=LAYOUT, optimized=False), LAYOUT)
                     for s in (gate_s, up_s)
@@ -71,6 +71,7 @@ def _call(gate_up_TN, *, plan):
                 sigmoid = mosaic.reciprocal(mosaic.add(e, 1.0, LAYOUT), LAYOUT)
                 y = mosaic.mul(mosaic.mul(g, sigmoid, LAYOUT), u, LAYOUT)
                 gate_s.at[slot][...] = row_stream.narrow(y, LAYOUT)
+                return carry
 
             def store(tile, slot):
                 t, f = corner(tile)
@@ -87,7 +88,7 @@ def _call(gate_up_TN, *, plan):
         )
 
     out = jax.ShapeDtypeStruct((T, F), gate_up_TN.dtype)
-    return row_stream.kernel(body, tiles=tiles, programs_per_sm=programs, out_type=out)(gate_up_TN)
+    return row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=out)(gate_up_TN)
 
 
 def silu_mul(gate_up_TN: jax.Array) -> jax.Array:

@@ -13,9 +13,11 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import mosaic, qk_norm_rope, registry, rms_norm, silu_mul
 from pallas_kernels.qk_norm_rope import hopper as rope
+from pallas_kernels.qk_norm_rope import reference as rope_reference
 from pallas_kernels.rms_norm import hopper as norm
+from pallas_kernels.rms_norm import reference as rms_norm_reference
 from pallas_kernels.silu_mul import hopper as silu
-from tests.pallas_kernels.base import bits, same, spread
+from tests.pallas_kernels.base import bits, relative, same, spread
 
 EPS = 1e-6
 
@@ -114,6 +116,37 @@ def test_a_schedule_does_not_reach_the_bits(monkeypatch, op, plans):
     assert same(*out)
 
 
+BACKWARD = {
+    "norm 576": (9, 576),
+    "norm 3072": (5, 3072),
+    "rope with norms": (19, 2, 4, 128, True),
+    "rope without norms": (67, 1, 3, 64, False),
+    "rope of many groups": (9, 1, 18, 256, True),  # a slot of whole lanes would not fit
+}
+
+
+@pytest.mark.parametrize("name", BACKWARD)
+def test_gradients_against_the_reference(name):
+    rng = np.random.default_rng(0)
+    make = lambda *shape: spread(rng, *shape, binades=2)  # noqa: E731
+    T, *shape = BACKWARD[name]
+    if name.startswith("norm"):
+        args = (make(T, *shape), weight(*shape), make(T, *shape), make(T, *shape), EPS)
+        modules = norm, rms_norm_reference
+    else:
+        K, g2, d, has_norms = shape
+        norms = (weight(d, 1), weight(d, 2)) if has_norms else ()
+        grads = (make(T, K * (g2 - 2), d), make(T, K, d), make(T, K, d))
+        args = (make(T, K, g2, d), make(T, 2, d // 2), norms, grads, EPS)
+        modules = rope, rope_reference
+    with mosaic.interpreted():
+        got = jax.tree.leaves(modules[0].backward(*args))
+    assert not gpu_callbacks.get_races().races_found
+    for a, b in zip(got, jax.tree.leaves(modules[1].backward(*args)), strict=True):
+        assert a.shape == b.shape and a.dtype == b.dtype
+        assert relative(a, b) < (1e-5 if a.dtype == jnp.float32 else 1e-3)
+
+
 def test_control_the_race_detector_sees_a_slot_taken_too_early(monkeypatch):
     """Without the wait for a slot's copy out, the next tile is copied over it."""
     wait = plgpu.wait_smem_to_gmem
@@ -130,6 +163,10 @@ SHAPES = {
     "rope": [(T, *s) for T in (1, 16384) for s in ((1, 18, 128), (3, 5, 64), (8, 4, 128), (8, 6, 128), (16, 3, 256), (2, 18, 256))],
 }  # fmt: skip
 """Every entry that the schedules pick for these is lowered."""
+
+
+def lower(f, *args):
+    assert "mosaic_gpu" in jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("op", SHAPES)
@@ -151,9 +188,20 @@ def test_schedules_lower_for_cuda(monkeypatch, op):
         if (key, plan) in seen:
             continue
         seen.add((key, plan))
-        text = jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
-        assert "mosaic_gpu" in text
+        lower(f, *args)
     assert len(seen) > 1
+
+
+def test_gradients_lower_for_cuda(monkeypatch):
+    monkeypatch.setattr(mosaic, "SMS", 132)
+    row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
+    for D in (576, 4096, 8192):
+        lower(functools.partial(norm.backward, eps=EPS), row(300, D), row(D), row(300, D), row(300, D))
+    for K, g2, d in ((3, 5, 64), (8, 6, 128), (2, 18, 256)):
+        grads = (row(300, K * (g2 - 2), d), row(300, K, d), row(300, K, d))
+        lower(
+            functools.partial(rope.backward, eps=EPS), row(300, K, g2, d), row(300, 2, d // 2), (row(d), row(d)), grads
+        )
 
 
 def test_what_the_kernels_cannot_take_is_refused():
