@@ -7,6 +7,8 @@ precision.
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -20,7 +22,7 @@ from pallas_kernels.logprob.hopper_blocks import FIXED_POINT_BITS, FLOOR, LOG2E
 
 ROWS = 128
 """Rows of a program: one a thread."""
-AHEAD = 8
+AHEAD = 16
 """Blocks whose sums are on their way from memory together."""
 LAYOUT = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
@@ -95,15 +97,19 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
 
         def in_order(first, count, total):
             found = [(load(max_g.at[first + n, rows]), load(sum_g.at[first + n, rows])) for n in range(count)]
-            for max_P, sum_P in found:
-                total = _join(total, (max_P, sum_P.astype(jnp.float32)))
-            return total
+            # Scales are exact: all terms to one exponent first, then only additions wait for one another.
+            top = functools.reduce(jnp.maximum, [max_P for max_P, _ in found], total[0])
+            sum_P = _mul(total[1], _power(total[0] - top))
+            for term_P in [_mul(sum_P.astype(jnp.float32), _power(max_P - top)) for max_P, sum_P in found]:
+                sum_P = _add(sum_P, term_P)
+            return top, sum_P
 
         start = eighth * per_eighth
         total = tuple(plgpu.layout_cast(_full(value), LAYOUT) for value in (FLOOR, 0.0))
         whole, rest = divmod(per_eighth, AHEAD)
         total = lax.fori_loop(0, whole, lambda i, total: in_order(start + i * AHEAD, AHEAD, total), total)
-        total = in_order(start + whole * AHEAD, rest, total)
+        if rest:
+            total = in_order(start + whole * AHEAD, rest, total)
         max_s[eighth], sum_s[eighth] = total
         plgpu.barrier_arrive(ready)
 

@@ -31,12 +31,6 @@ def _load_rows(ref, row) -> jax.Array:
     return plgpu.load(ref.at[pl.ds(row, ROWS)], layout=mosaic.row_layout(), optimized=False)
 
 
-def _pieces(schedule: Schedule):
-    """Places of the 64 x 128 pieces of a consumer's tile."""
-    wg_m, wg_n = schedule.warpgroup_tile
-    return [(i, j) for i in range(0, wg_m, ROWS) for j in range(0, wg_n, VOCAB_BLOCK)]
-
-
 def _schedule(T: int, N: int, D: int) -> Schedule:
     """The GEMM's own, where its consumers take whole blocks of the vocabulary."""
     schedule = schedules.large(T, N, D, 1)
@@ -51,6 +45,8 @@ def _sums_epilogue(V, width, targets_P, inv_temp_P, schedule) -> hopper_large.Ep
     """Block sums of each row, and its target's logit where the target's block is: [blocks, P] each."""
     P = inv_temp_P.shape[0]
     blocks = width // VOCAB_BLOCK
+    wg_m, wg_n = schedule.warpgroup_tile
+    pieces = [(i, j) for i in range(0, wg_m, ROWS) for j in range(0, wg_n, VOCAB_BLOCK)]
     # Which pieces hold a target of any of their rows: few do, and the others need not look.
     hit_mn = jnp.zeros((P // ROWS, blocks), jnp.int32).at[jnp.arange(P) // ROWS, targets_P // VOCAB_BLOCK].set(1)
 
@@ -58,15 +54,17 @@ def _sums_epilogue(V, width, targets_P, inv_temp_P, schedule) -> hopper_large.Ep
         del scratch
         inv_temp_g, targets_g, hit_g = inputs
         max_g, sum_g, target_g = outputs
-        for i, j in _pieces(schedule):
+        # All loads of few values first: they arrive together.
+        inv_temp = {i: _load_rows(inv_temp_g, tile.row + i) for i, _ in pieces}
+        hits = [hit_g[lax.div(tile.row + i, ROWS), lax.div(tile.col + j, VOCAB_BLOCK)] for i, j in pieces]
+        for (i, j), hit in zip(pieces, hits, strict=True):
             row, col = tile.row + i, tile.col + j
             block = lax.div(col, VOCAB_BLOCK)
             at = pl.ds(row, ROWS)
-            inv_temp_M = _load_rows(inv_temp_g, row)
             z_MV = acc_mn[i : i + ROWS, j : j + VOCAB_BLOCK]
             n_MV = plgpu.broadcasted_iota(jnp.int32, SHAPE, 1, layout=WGMMA) + col
 
-            def store(z_MV, at=at, block=block, inv_temp_M=inv_temp_M):
+            def store(z_MV, at=at, block=block, inv_temp_M=inv_temp[i]):
                 max_g[block, at], sum_g[block, at] = block_sums(z_MV, inv_temp_M)
 
             @pl.when(col + VOCAB_BLOCK <= V)
@@ -77,7 +75,7 @@ def _sums_epilogue(V, width, targets_P, inv_temp_P, schedule) -> hopper_large.Ep
             def _(store=store, z_MV=z_MV, n_MV=n_MV):
                 store(jnp.where(n_MV < V, z_MV, -jnp.inf))
 
-            @pl.when(hit_g[lax.div(row, ROWS), block] > 0)
+            @pl.when(hit > 0)
             def _(z_MV=z_MV, n_MV=n_MV, row=row, block=block, at=at):
                 target_MV = mosaic.rows(_load_rows(targets_g, row), SHAPE)
                 target_g[block, at] = jnp.where(n_MV == target_MV, z_MV, -jnp.inf).max(axis=1)

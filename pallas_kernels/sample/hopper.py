@@ -56,8 +56,7 @@ def sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_
         return tokens_B, jnp.where(greedy_B, 0, logprob.reduce(logits_BV, tokens_B, inv_temp_B)[0])
 
     def truncated():
-        keep_BV = hopper_truncate.kept(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B)
-        return choose(jnp.where(keep_BV, logits_BV, -jnp.inf))
+        return choose(hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B))
 
     truncates = jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
     return lax.cond(truncates, truncated, lambda: choose(logits_BV))

@@ -1,95 +1,207 @@
-"""What survives top-k, top-p and min-p on Hopper: one kernel rounds, all else is integers, exact in any order."""
+"""What survives top-k, top-p and min-p on Hopper: a kernel looks at logits again for each digit of an edge; sums are of
+integers, exact in any order.
+
+An entry's order is its scaled logit as an integer that compares alike, its mass its probability in fixed point. A truncation
+keeps the entries above an edge, and of those at the edge the ones up to an index.
+"""
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.logprob import VOCAB_BLOCK
 from pallas_kernels.logprob import hopper as logprob
-from pallas_kernels.logprob.hopper_blocks import LOG2E, over_tiles
+from pallas_kernels.logprob.hopper_blocks import LOG2E, ROWS, over_tiles
 
 FIXED_POINT_BITS = 31
-DIGIT = 4
-"""Bits of an edge that one pass over a row settles."""
+DIGIT = 3
+"""Bits of an edge that one look at the logits settles."""
 
 
-def kept(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B) -> jax.Array:
-    """Which entries survive truncation, bool [B, V]."""
+class Cut(NamedTuple):
+    """Keeps entries of an order above `edge`, and of those at it the ones whose index is at most `last`: uint32 [P]."""
+
+    edge: jax.Array
+    last: jax.Array
+
+
+class Rows(NamedTuple):
+    """What gives a row's entries their masses: logits [B, V]; inverse temperature and log-sum-exp, fp32 [P]."""
+
+    logits_BV: jax.Array
+    inv_temp_P: jax.Array
+    lse_P: jax.Array
+
+
+def truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B) -> jax.Array:
+    """fp32 [B, V]: the logits that survive, -inf in place of the others."""
     B, V = logits_BV.shape
-    zeros_B = jnp.zeros(B, jnp.int32)
-    order_BV, mass_BV = _order_and_mass(logits_BV, inv_temp_B, logprob.reduce(logits_BV, zeros_B, inv_temp_B)[1])
-    exists_BV = logits_BV > -jnp.inf
+    pad = lambda x_B, fill: jnp.pad(x_B, (0, -B % ROWS), constant_values=fill)  # noqa: E731
+    extra = -B % 8 if B > 8 else 0  # TMA moves tiles of 8 rows
+    lse_B = logprob.reduce(logits_BV, jnp.zeros(B, jnp.int32), inv_temp_B)[1]
+    rows = Rows(jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV, pad(inv_temp_B, 1), pad(lse_B, 0))
+    top_k_P, top_p_P, min_p_P = pad(top_k_B, 0), pad(top_p_B, 1), pad(min_p_B, 0)
+    everything = Cut(jnp.zeros_like(rows.lse_P, jnp.uint32), jnp.full_like(rows.lse_P, V, jnp.uint32))
 
     def top_k():
-        count_B = jnp.where((top_k_B <= 0) | (top_k_B > V), V, top_k_B).astype(jnp.uint32)
-        return exists_BV & _largest(order_BV, exists_BV.astype(jnp.uint32), count_B)
+        count_P = jnp.where((top_k_P <= 0) | (top_k_P > V), V, top_k_P).astype(jnp.uint32)
+        return _cut(rows, None, count_P)
 
-    keep_BV = lax.cond(jnp.any(top_k_B > 0), top_k, lambda: exists_BV)
+    by_k = lax.cond(jnp.any(top_k_P > 0), top_k, lambda: everything)
 
     def top_p():
-        kept_BV = jnp.where(keep_BV, mass_BV, 0)
-        total_B = jnp.sum(kept_BV, axis=1, dtype=jnp.uint32)
-        wanted_B = jnp.ceil(total_B.astype(jnp.float32) * top_p_B).astype(jnp.uint32)
-        nucleus_BV = _largest(order_BV, kept_BV, jnp.clip(wanted_B, 1, total_B))
-        return keep_BV & ((top_p_B >= 1)[:, None] | nucleus_BV)
+        total_P = _sums(rows, by_k, [everything.edge])[0]
+        wanted_P = jnp.ceil(total_P.astype(jnp.float32) * top_p_P).astype(jnp.uint32)
+        cut = _cut(rows, by_k, jnp.clip(wanted_P, 1, total_P))
+        return Cut(*(jnp.where(top_p_P >= 1, whole, part) for whole, part in zip(everything, cut, strict=True)))
 
-    keep_BV = lax.cond(jnp.any(top_p_B < 1), top_p, lambda: keep_BV)
-    least_B = jnp.ceil(jnp.max(mass_BV, axis=1).astype(jnp.float32) * min_p_B).astype(jnp.uint32)
-    return keep_BV & (mass_BV >= least_B[:, None])
+    by_p = lax.cond(jnp.any(top_p_P < 1), top_p, lambda: everything)
+    return _masked(rows, by_k, by_p, min_p_P)[:B]
 
 
-def _order_and_mass(logits_BV, inv_temp_B, lse_B) -> tuple[jax.Array, jax.Array]:
-    """uint32 [B, V] that compare as logit * inv_temp does, and probabilities as integers."""
-    B, V = logits_BV.shape
-    pad = lambda x_B: jnp.pad(x_B, (0, -B % 64))  # noqa: E731
-    extra = -B % 8 if B > 8 else 0  # TMA moves tiles of 8 rows
-    logits_BV = jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV
+def _cut(rows: Rows, among: Cut | None, wanted_P: jax.Array) -> Cut:
+    """The smallest set of largest entries whose masses reach `wanted`, ties at the edge by lowest index.
 
-    def work(z_MV, rows, block, inputs, outputs):
-        inv_temp_M, lse_M = inputs
-        order_g, mass_g = outputs
-        at = (rows, pl.ds(block * VOCAB_BLOCK, VOCAB_BLOCK))
-        wide = lambda x_M: mosaic.rows(x_M, z_MV.shape)  # noqa: E731
-        s_MV = mosaic.mul(z_MV, wide(inv_temp_M))
-        bits_MV = lax.bitcast_convert_type(mosaic.add(s_MV, 0.0), jnp.uint32)  # -0 + 0 is 0
-        # Negative floats compare backwards as integers.
-        order_g[at] = jnp.where(bits_MV >> 31 == 1, ~bits_MV, bits_MV | jnp.uint32(2**31))
-        least_M = mosaic.mul(-lse_M, LOG2E, mosaic.row_layout())
-        p_MV = mosaic.exp2(mosaic.fma(s_MV, LOG2E, wide(least_M)))
-        mass_g[at] = mosaic.mul(p_MV, 2.0**FIXED_POINT_BITS).astype(jnp.uint32)
+    Masses are those of the entries that `among` keeps; without it each entry weighs 1.
+    """
+    V = rows.logits_BV.shape[1]
+    edge_P = _edge(lambda trials: _sums(rows, among, trials), wanted_P, 32)
+    above_P, tied_P = _at_edge(rows, among, edge_P)
+    missing_P = wanted_P - above_P
 
-    shape = jax.ShapeDtypeStruct((B + -B % 64, V), jnp.uint32)
-    order_PV, mass_PV = over_tiles(logits_BV, (pad(inv_temp_B), pad(lse_B)), (shape, shape), work)
-    return order_PV[:B], mass_PV[:B]
+    def ties():
+        # Of largest distances from the vocabulary's end.
+        return V - _edge(lambda trials: _sums(rows, among, trials, edge_P), missing_P, V.bit_length())
+
+    # One entry at the edge, as a rule: it stays.
+    return Cut(edge_P, lax.cond(jnp.any(tied_P > 1), ties, lambda: jnp.full_like(edge_P, V)))
 
 
-def _largest(order_BV, mass_BV, wanted_B) -> jax.Array:
-    """The smallest set of largest entries whose masses reach `wanted`, ties at the edge by lowest index; bool [B, V]."""
-    V = order_BV.shape[1]
-    edge_B = _edge(order_BV, mass_BV, wanted_B, 32)
-    above_BV = order_BV > edge_B[:, None]
-    missing_B = wanted_B - jnp.sum(jnp.where(above_BV, mass_BV, 0), axis=1, dtype=jnp.uint32)
-    at_edge_BV = order_BV == edge_B[:, None]
-    backwards_BV = jnp.broadcast_to(jnp.arange(V, 0, -1, dtype=jnp.uint32)[None], order_BV.shape)
-    last_B = _edge(backwards_BV, jnp.where(at_edge_BV, mass_BV, 0), missing_B, V.bit_length())
-    return above_BV | (at_edge_BV & (backwards_BV >= last_B[:, None]))
+def _edge(sums, wanted_P: jax.Array, bits: int) -> jax.Array:
+    """uint32 [P]: the largest edge such that the masses of entries not below it reach `wanted`; digit by digit from above.
 
-
-def _edge(order_BV, mass_BV, wanted_B, bits: int) -> jax.Array:
-    """uint32 [B]: the largest edge such that the masses of entries not below it reach `wanted`; digit by digit from above."""
+    `sums` gives, for a list of edges, these masses.
+    """
     digits = -(-bits // DIGIT)
 
-    def refine(i, edge_B):
+    def refine(i, edge_P):
         shift = ((digits - 1 - i) * DIGIT).astype(jnp.uint32)
-        reached_B = jnp.zeros_like(edge_B)
-        for digit in range(1, 1 << DIGIT):
-            trial_B = edge_B | (jnp.uint32(digit) << shift)
-            mass_B = jnp.sum(jnp.where(order_BV >= trial_B[:, None], mass_BV, 0), axis=1, dtype=jnp.uint32)
-            reached_B += (mass_B >= wanted_B).astype(jnp.uint32)  # of ever larger edges, the first few reach it
-        return edge_B | (reached_B << shift)
+        trials = [edge_P | (jnp.uint32(digit) << shift) for digit in range(1, 1 << DIGIT)]
+        if digits * DIGIT > 32:  # the first digit is shorter: what is shifted out would be tried again
+            fits = [(jnp.uint32(digit) << shift) >> shift == digit for digit in range(1, 1 << DIGIT)]
+        else:
+            fits = [True] * len(trials)
+        # Of ever larger edges the first few are reached.
+        reached = [(mass_P >= wanted_P) & fit for mass_P, fit in zip(sums(trials), fits, strict=True)]
+        return edge_P | (sum(r.astype(jnp.uint32) for r in reached) << shift)
 
-    return lax.fori_loop(0, digits, refine, jnp.zeros_like(wanted_B))
+    return lax.fori_loop(0, digits, refine, jnp.zeros_like(wanted_P))
+
+
+def _order(z_MV: jax.Array, inv_temp_M: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(scaled logits, uint32 that compare as they do) of a tile."""
+    s_MV = mosaic.mul(z_MV, mosaic.rows(inv_temp_M, z_MV.shape))
+    bits_MV = lax.bitcast_convert_type(mosaic.add(s_MV, 0.0), jnp.uint32)  # -0 + 0 is 0
+    # Negative floats compare backwards as integers.
+    return s_MV, jnp.where(bits_MV >> 31 == 1, ~bits_MV, bits_MV | jnp.uint32(2**31))
+
+
+def _mass(s_MV: jax.Array, lse_M: jax.Array) -> jax.Array:
+    """Probabilities of scaled logits, uint32, 2^31 is 1."""
+    least_M = mosaic.mul(-lse_M, LOG2E, mosaic.row_layout())
+    p_MV = mosaic.exp2(mosaic.fma(s_MV, LOG2E, mosaic.rows(least_M, s_MV.shape)))
+    return mosaic.mul(p_MV, 2.0**FIXED_POINT_BITS).astype(jnp.uint32)
+
+
+def _keeps(order_MV, index_MV, edge_M, last_M) -> jax.Array:
+    edge_MV, last_MV = (mosaic.rows(x_M, order_MV.shape) for x_M in (edge_M, last_M))
+    return (order_MV > edge_MV) | ((order_MV == edge_MV) & (index_MV <= last_MV))
+
+
+def _index(block, shape) -> jax.Array:
+    return (plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=plgpu.Layout.WGMMA) + block * VOCAB_BLOCK).astype(
+        jnp.uint32
+    )
+
+
+def _weighed(z_MV, block, inv_temp_M, lse_M, among_M):
+    """(order, mass) of a tile."""
+    s_MV, order_MV = _order(z_MV, inv_temp_M)
+    if not among_M:
+        return order_MV, jnp.where(z_MV > -jnp.inf, jnp.uint32(1), jnp.uint32(0))
+    kept_MV = _keeps(order_MV, _index(block, z_MV.shape), *among_M)
+    return order_MV, jnp.where(kept_MV, _mass(s_MV, lse_M), jnp.uint32(0))
+
+
+def _blocks(n: int, rows: Rows) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((n, rows.logits_BV.shape[1] // VOCAB_BLOCK, rows.lse_P.shape[0]), jnp.uint32)
+
+
+def _sums(rows: Rows, among: Cut | None, trials: list[jax.Array], edge_P: jax.Array | None = None) -> list[jax.Array]:
+    """For each trial, uint32 [P]: the masses of entries whose order is not below it.
+
+    With an edge, the entries are those at it, ordered by their distance from the vocabulary's end.
+    """
+    V = rows.logits_BV.shape[1]
+    fixed = (rows.inv_temp_P, rows.lse_P, *(among or ()), *(() if edge_P is None else (edge_P,)))
+
+    def work(z_MV, at, block, inputs, outputs):
+        (inv_temp_M, lse_M, *more_M), trials_M = inputs[: len(fixed)], inputs[len(fixed) :]
+        order_MV, mass_MV = _weighed(z_MV, block, inv_temp_M, lse_M, more_M[:2] if among else ())
+        if edge_P is not None:
+            end_MV = jnp.uint32(V) - _index(block, z_MV.shape)
+            order_MV = jnp.where(order_MV == mosaic.rows(more_M[-1], z_MV.shape), end_MV, jnp.uint32(0))
+        for i, trial_M in enumerate(trials_M):
+            reached_MV = order_MV >= mosaic.rows(trial_M, z_MV.shape)
+            outputs[0][i, block, at] = jnp.where(reached_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
+
+    (sums,) = over_tiles(rows.logits_BV, (*fixed, *trials), (_blocks(len(trials), rows),), work)
+    return list(jnp.sum(sums, axis=1, dtype=jnp.uint32))
+
+
+def _at_edge(rows: Rows, among: Cut | None, edge_P: jax.Array) -> jax.Array:
+    """uint32 [2, P]: the masses above the edge, how many entries with a mass are at it."""
+
+    def work(z_MV, at, block, inputs, outputs):
+        inv_temp_M, lse_M, edge_M, *among_M = inputs
+        order_MV, mass_MV = _weighed(z_MV, block, inv_temp_M, lse_M, among_M)
+        edge_MV = mosaic.rows(edge_M, z_MV.shape)
+        tied_MV = (order_MV == edge_MV) & (mass_MV > 0)
+        outputs[0][0, block, at] = jnp.where(order_MV > edge_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
+        outputs[0][1, block, at] = jnp.where(tied_MV, jnp.uint32(1), jnp.uint32(0)).sum(axis=1)
+
+    inputs = (rows.inv_temp_P, rows.lse_P, edge_P, *(among or ()))
+    (sums,) = over_tiles(rows.logits_BV, inputs, (_blocks(2, rows),), work)
+    return jnp.sum(sums, axis=1, dtype=jnp.uint32)
+
+
+def _masked(rows: Rows, by_k: Cut, by_p: Cut, min_p_P: jax.Array) -> jax.Array:
+    """Logits that both cuts keep and that have min_p of the largest entry's mass, -inf in place of the others."""
+    B, V = rows.logits_BV.shape
+    P = rows.lse_P.shape[0]
+
+    def largest(z_MV, at, block, inputs, outputs):
+        inv_temp_M, lse_M = inputs
+        outputs[0][0, block, at] = _mass(_order(z_MV, inv_temp_M)[0], lse_M).max(axis=1)
+
+    (top,) = over_tiles(rows.logits_BV, (rows.inv_temp_P, rows.lse_P), (_blocks(1, rows),), largest)
+    least_P = jnp.ceil(jnp.max(top[0], axis=0).astype(jnp.float32) * min_p_P).astype(jnp.uint32)
+
+    def mask(z_MV, at, block, inputs, outputs):
+        inv_temp_M, lse_M, least_M, k_edge_M, k_last_M, p_edge_M, p_last_M = inputs
+        s_MV, order_MV = _order(z_MV, inv_temp_M)
+        index_MV = _index(block, z_MV.shape)
+        kept_MV = _keeps(order_MV, index_MV, k_edge_M, k_last_M) & _keeps(order_MV, index_MV, p_edge_M, p_last_M)
+        kept_MV &= _mass(s_MV, lse_M) >= mosaic.rows(least_M, z_MV.shape)
+        outputs[0][at, pl.ds(block * VOCAB_BLOCK, VOCAB_BLOCK)] = jnp.where(kept_MV, z_MV, -jnp.inf)
+
+    inputs = (rows.inv_temp_P, rows.lse_P, least_P, *by_k, *by_p)
+    (kept_PV,) = over_tiles(rows.logits_BV, inputs, (jax.ShapeDtypeStruct((P, V), jnp.float32),), mask)
+    return kept_PV[:B]

