@@ -117,6 +117,11 @@ def _cpu() -> str:
     return f"{model}, {cores} cores"
 
 
+def head() -> str:
+    """Short hash of this checkout's commit; "" where there is no repository."""
+    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip()
+
+
 def record(path: pathlib.Path = RESULTS, **fields) -> Result:
     """Appends one measurement. `gpu`, `versions`, `commit` and `date` default to this machine's, this checkout's and today.
 
@@ -130,7 +135,7 @@ def record(path: pathlib.Path = RESULTS, **fields) -> Result:
     here = {
         "gpu": this_machine(),
         "versions": {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "flax")},
-        "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=HERE, capture_output=True, text=True).stdout.strip(),
+        "commit": head(),
         "date": datetime.date.today().isoformat(),
     }
     result = _result(here | fields)

@@ -1,0 +1,77 @@
+"""`python -m benchmarks.kernels OUT.json [MODULE ...]` measures on a GPU; `--record OUT.json` enters it in results.jsonl.
+
+Two steps, because the machine with the GPU may be another than the one with the repository. Each module runs in a process
+of its own; what one measured is kept when the next one fails.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import importlib
+import importlib.metadata
+import json
+import os
+import pathlib
+import subprocess
+import sys
+
+from benchmarks import report
+from benchmarks.kernels.reasons import REASONS
+
+MODULES = ("gemm", "gemm_small", "attention", "attention_backward", "rows", "logprob", "stack")
+AREA = "kernels"
+
+
+def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
+    """Runs each module and writes {"facts", "rows", "failed"} after each; returns how many failed."""
+    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax")}
+    facts = {"gpu": report.this_machine(), "versions": versions, "date": datetime.date.today().isoformat()}
+    facts["commit"] = os.environ.get("ISOMODEL_COMMIT") or report.head()
+    found = {"facts": facts, "rows": [], "failed": {}}
+    for module in modules:
+        command = [sys.executable, "-m", "benchmarks.kernels", "--one", module]
+        try:
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            if done.returncode:
+                raise RuntimeError(done.stderr[-2000:])
+            rows = json.loads(done.stdout.splitlines()[-1])
+            found["rows"] += [{"command": f"python -m benchmarks.kernels OUT.json {module}"} | row for row in rows]
+        except (RuntimeError, ValueError, IndexError, subprocess.TimeoutExpired) as e:
+            found["failed"][module] = f"{type(e).__name__}: {e}"
+        out.write_text(json.dumps(found, indent=1) + "\n")
+        print(module, found["failed"].get(module, "measured"), flush=True)
+    return len(found["failed"])
+
+
+def enter(path: pathlib.Path) -> int:
+    """Appends the rows of a file of `measure` to results.jsonl; a missed target gets its reason from reasons.py."""
+    found = json.loads(path.read_text())
+    for row in found["rows"]:
+        report.record(**{"area": AREA} | found["facts"] | {"reason": REASONS.get(row["id"])} | row)
+    print(f"{len(found['rows'])} rows entered; failed: {', '.join(found['failed']) or 'none'}")
+    return 0
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=pathlib.Path)
+    parser.add_argument("modules", nargs="*", metavar="MODULE")
+    parser.add_argument("--record", type=pathlib.Path, metavar="OUT.json")
+    parser.add_argument("--one", choices=MODULES, help="print one module's rows as JSON, in this process")
+    parser.add_argument("--seconds", type=int, default=300, help="longest time for one module (default: 300)")
+    args = parser.parse_args(argv)
+    if args.one:
+        print(json.dumps(importlib.import_module(f"benchmarks.kernels.{args.one}").rows()))
+        return 0
+    if args.record:
+        return enter(args.record)
+    if args.out is None:
+        parser.error("name the file to write")
+    if unknown := set(args.modules) - set(MODULES):
+        parser.error(f"unknown module {', '.join(sorted(unknown))}; choose from {', '.join(MODULES)}")
+    return int(measure(args.out, args.modules or list(MODULES), args.seconds) > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
