@@ -57,12 +57,17 @@ class Tile(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Epilogue:
-    """What becomes of a tile; see the module's docstring."""
+    """What becomes of a tile; see the module's docstring.
+
+    `barriers`: Mosaic puts a barrier of the warpgroup around each access to memory. False for an epilogue that needs none
+    but those of commit_smem and wait_smem_to_gmem.
+    """
 
     run: Callable[..., None]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     inputs: tuple[jax.Array, ...] = ()
     scratch: tuple[Any, ...] = ()
+    barriers: bool = True
 
 
 def waiting_levels(leaves: int, schedule: Schedule) -> tuple[int, int]:
@@ -104,6 +109,7 @@ def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: 
         run,
         outputs=(jax.ShapeDtypeStruct((T, width), out_dtype),),
         scratch=(plgpu.SMEM((schedule.consumers, allocated, 64, columns), out_dtype, transforms=tiling),),
+        barriers=False,
     )
 
 
@@ -131,7 +137,9 @@ def matmul(
     per_tile = per_leaf * leaves
     across = (-(-T // (s.tile_m * s.cluster[0])), -(-columns // (s.tile_n * s.cluster[1])))
     clustered = math.prod(s.cluster) > 1
-    programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
+    # Clusters of 4 do not fill the GPU's groups of 16 and 18 SMs; one more cluster than fits at a time would run by itself.
+    clusters = mosaic.SMS // math.prod(s.cluster) if math.prod(s.cluster) < 4 else mosaic.SMS // 4 - 1
+    programs = min(clusters, math.prod(across))
     near, far = waiting_levels(leaves, s)
 
     def body(x_g, w_g, *refs):
@@ -243,23 +251,33 @@ def matmul(
                 at = far_g.at[block, level - near - 1, wg]
                 return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
 
-            def tile(i, _):
+            def finish(i, acc_mn):
                 row, col = origin(i)
-                waiting = {}  # level of the tree: its partial, None where it waits in memory
-                for leaf in range(leaves):
-                    sum_mn, level = chain(i * per_tile + leaf * per_leaf), 0
-                    while level in waiting:
-                        left = waiting.pop(level)
-                        sum_mn = (get(level) if left is None else left) + sum_mn
-                        level += 1
-                    if level and leaf + 1 < leaves:
-                        put(level, sum_mn)
-                        sum_mn = None
-                    waiting[level] = sum_mn
-                (acc_mn,) = waiting.values()
                 at = Tile(row + (wg * wg_m if s.split == "m" else 0), col + (wg * wg_n if s.split == "n" else 0), wg)
                 epilogue.run(acc_mn, at, inputs, outputs, scratch)
-                return None
+
+            def settle(i, pair, sum_mn, level):
+                """Adds the partials that wait for this one, until it has to wait itself or is the whole sum."""
+                if 1 << level == leaves:
+                    return finish(i, sum_mn)
+                lax.cond(
+                    lax.rem(lax.div(pair, 1 << (level - 1)), 2) == 0,
+                    lambda: put(level, sum_mn),
+                    lambda: settle(i, pair, get(level) + sum_mn, level + 1),
+                )
+
+            def tile(i, _):
+                first = i * per_tile
+                if leaves == 1:
+                    finish(i, chain(first))
+                    return None
+
+                def pair(p, _):
+                    left_mn = chain(first + 2 * p * per_leaf)
+                    settle(i, p, left_mn + chain(first + (2 * p + 1) * per_leaf), 1)
+                    return None
+
+                return lax.fori_loop(0, leaves // 2, pair, None)
 
             lax.fori_loop(0, count, tile, None)
             plgpu.wait_smem_to_gmem(0)
@@ -289,6 +307,8 @@ def matmul(
         grid_names=("program",),
         num_threads=s.consumers + 1,
         thread_name="wg",
+        # A partial is read by the thread that wrote it, so that the tree needs no barriers, either.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not epilogue.barriers),
         **cluster,
     )
     outputs = run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)
