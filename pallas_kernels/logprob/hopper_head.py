@@ -47,8 +47,9 @@ def _sums_epilogue(V, width, targets_P, inv_temp_P, schedule) -> hopper_large.Ep
     blocks = width // VOCAB_BLOCK
     wg_m, wg_n = schedule.warpgroup_tile
     pieces = [(i, j) for i in range(0, wg_m, ROWS) for j in range(0, wg_n, VOCAB_BLOCK)]
-    # Which pieces hold a target of any of their rows: few do, and the others need not look.
-    hit_mn = jnp.zeros((P // ROWS, blocks), jnp.int32).at[jnp.arange(P) // ROWS, targets_P // VOCAB_BLOCK].set(1)
+    # Which pieces hold a target of any of their rows: few do, and the others need not look. (Not a scatter: XLA's is slow.)
+    block_mM = (targets_P // VOCAB_BLOCK).reshape(-1, ROWS)
+    hit_mn = jnp.any(block_mM[..., None] == jnp.arange(blocks), axis=1).astype(jnp.int32)
 
     def run(acc_mn, tile, inputs, outputs, scratch):
         del scratch
