@@ -1,0 +1,85 @@
+"""Paged causal attention on Hopper tensor cores: which kernel serves a call. The bits are one function of a row and its keys.
+
+Every schedule walks the same KV blocks with the same wgmma tiles of 64 rows, (token, query head of the group), so that a
+row has one expression. A tile's blocks that the row does not see add exact zeros, as does a block that is left out.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from pallas_kernels import mosaic, registry
+from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward
+from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
+from pallas_kernels.attention.reference import NEVER, softmax_scale
+
+VERSION = 1
+HEAD_DIMS = (64, 128, 256)
+MOST_GROUP = 16
+LEAST_PAGE = 8
+"""TMA writes tiles of 8 rows."""
+FEW = 2
+"""Tokens per sequence up to which a call is served split by split."""
+
+
+def entry(G: int, K: int, d: int, dtype) -> dict:
+    """This implementation's line in the contract: all that reaches the bits. No schedule does."""
+    del G, K
+    return {
+        "implementation": "hopper",
+        "version": VERSION,
+        "arch": "sm90",
+        "operands": str(dtype),
+        "accumulate": "float32",
+        "instruction": f"wgmma, {hopper_forward.ROWS} rows, K in order",
+        "block": BLOCK,
+        "split": SPLIT,
+        "initial_maximum": NEVER,
+        "maximum": "largest score * scale (rounded to nearest), then up to a whole number",
+        "scale": float(np.float32(softmax_scale(d))).hex(),
+        "exp2": "ex2.approx.ftz of fma(score, scale, -maximum)",
+        "order": "blocks in order, splits in order",
+        "sum_of_p": f"before rounding, in {hopper_forward.COLUMNS} columns from the left, summed at the end of a split",
+        "round": [f"P: {dtype}", "1 / sum: float32", f"O * (1 / sum): {dtype}"],
+    }
+
+
+def unsupported_reason(q_THd, k_pages) -> str | None:
+    """Why the kernels cannot serve such arrays; None if they can."""
+    H, d = q_THd.shape[1:]
+    page, K = k_pages.shape[-3:-1]
+    if q_THd.dtype != jnp.bfloat16:
+        return f"multiplies bfloat16, got {q_THd.dtype}"
+    if d not in HEAD_DIMS:
+        return f"serves head_dim {', '.join(map(str, HEAD_DIMS))}, got {d}"
+    if H // K > MOST_GROUP:
+        return f"serves at most {MOST_GROUP} query heads a KV head, got {H // K}"
+    if page % LEAST_PAGE:
+        return f"needs pages of a multiple of {LEAST_PAGE} positions, got {page}"
+    return None
+
+
+def few_rows(T: int, S: int, shape: hopper_forward.Shape) -> bool:
+    """Whether splits are worth computing in parallel; by static sizes alone."""
+    tiles = T // (hopper_forward.SCHEDULES[shape.d].warpgroups * shape.tokens) + S
+    return T <= FEW * S or tiles * shape.K <= mosaic.SMS
+
+
+def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer) -> tuple[jax.Array, jax.Array]:
+    """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]; 0 where a row has no key).
+
+    Raises:
+      registry.Unsupported: dtypes or shapes that the kernels do not serve.
+    """
+    if reason := unsupported_reason(q_THd, k_pages):
+        raise registry.Unsupported(f"Hopper attention {reason}")
+    *_, N, page, K, d = k_pages.shape
+    T, H, _ = q_THd.shape
+    shape = hopper_forward.Shape(H, K, d, page)
+    k_Rd, v_Rd = (x.reshape(-1, K * d) for x in (k_pages, v_pages))
+    first_row = jnp.zeros((1,), jnp.int32) if layer is None else (layer * (N * page)).astype(jnp.int32).reshape(1)
+    few = few_rows(T, kv_len_S.shape[0], shape)
+    kernel = hopper_decode.attention if few else hopper_forward.attention
+    return kernel(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, first_row, shape)

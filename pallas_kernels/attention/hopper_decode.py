@@ -1,0 +1,245 @@
+"""Attention of few rows a sequence: splits of the KV are computed in parallel, and merged in order by a second kernel.
+
+A tile's row has the bits that it has in the kernel of many rows: the same walk over the same blocks, merged by the same
+function. What differs is who computes which split, and where the splits' results rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+
+from pallas_kernels import mosaic
+from pallas_kernels.attention import BLOCK, SPLIT, hopper_rows
+from pallas_kernels.attention.hopper_forward import (
+    LANES,
+    PER_SPLIT,
+    ROWS,
+    Deal,
+    Memory,
+    Shape,
+    Tile,
+    Total,
+    Turns,
+    copy_q,
+    descending,
+    fetch,
+    finish,
+    full,
+    merge,
+    q_scratch,
+    tiles,
+    walk,
+)
+from pallas_kernels.attention.reference import NEVER
+
+WIDTH = 32
+"""Columns of O that one program of the merge takes."""
+AT_ONCE = 4
+"""Splits whose parts the merge reads together."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Schedule:
+    """How the kernel of few rows is laid out; reaches no bits."""
+
+    pairs: int  # of a warpgroup that fetches and one that computes, each pair with items of its own
+    slots: int  # K or V blocks of one pair in shared memory
+    overlap: bool  # scores of the next block and P V of this one in flight together
+
+
+SCHEDULES = {
+    64: Schedule(pairs=2, slots=6, overlap=True),
+    128: Schedule(pairs=2, slots=3, overlap=True),
+    256: Schedule(pairs=1, slots=3, overlap=False),
+}
+"""By head_dim."""
+
+
+def items(table_N5, splits: int):
+    """(int32 [N * splits, 7], count): the fields of a tile, and blocks [first, last) of one split; the largest first."""
+    N = table_N5.shape[0]
+    blocks_N, real_N = table_N5[:, 4], table_N5[:, 2] > 0
+    whole_N = blocks_N // PER_SPLIT
+    rest_N = blocks_N - whole_N * PER_SPLIT
+    some_N = real_N & ((rest_N > 0) | (blocks_N == 0))
+    n_N = jnp.arange(N)
+    whole_end_N = jnp.sum(jnp.where(n_N[None] <= n_N[:, None], whole_N[None], 0), axis=1)
+    by_rank_N = descending(jnp.where(some_N, rest_N, -1))
+    i_M = jnp.arange(N * splits)
+    total = whole_end_N[-1]
+    tile_M = jnp.minimum(jnp.sum(whole_end_N[None] <= i_M[:, None], axis=1), N - 1)
+    tile_M = jnp.where(i_M < total, tile_M, by_rank_N[jnp.clip(i_M - total, 0, N - 1)])
+    split_M = jnp.where(i_M < total, i_M - (whole_end_N - whole_N)[tile_M], whole_N[tile_M])
+    first_M = split_M * PER_SPLIT
+    last_M = jnp.minimum(first_M + PER_SPLIT, blocks_N[tile_M])
+    fields = jnp.concatenate([table_N5[tile_M], jnp.stack([first_M, last_M], axis=1)], axis=1)
+    return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
+
+
+def attention(
+    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Schedule | None = None
+):
+    """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
+    T, H, d = q_THd.shape
+    plan = schedule or SCHEDULES[d]
+    pairs, slots = plan.pairs, plan.slots
+    splits = -(-table_SP.shape[1] * shape.page // SPLIT)
+    table_N5, tile_count = tiles(q_start_S1, kv_len_S, T, shape.tokens)
+    items_M7, count = items(table_N5, splits)
+    M = items_M7.shape[0]
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count[None])
+
+    def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, items_g, count_g, *out_g, scratch):
+        (q_s, q_parts), ring_s, ready, free, q_ready = scratch
+        wg = lax.axis_index("wg")
+        pair = lax.rem(wg, pairs)
+        deal = Deal(lax.axis_index("cta") * pairs + pair, mosaic.SMS * pairs, count_g[0] * shape.K)
+        trips = deal.count()
+        memory = Memory(q_s.at[pair], ring_s.at[pair], ready, free, pair * slots)
+
+        def item(i):
+            """(tile, first block, last block, KV head) of this worker's i-th item."""
+            at = deal[i]
+            m = jnp.minimum(lax.div(at, shape.K), M - 1)
+            fields = [items_g[m, j] for j in range(7)]
+            return Tile(*fields[:5]), fields[5], fields[6], lax.rem(at, shape.K)
+
+        @pl.when(wg >= pairs)
+        def _producer():
+            plgpu.set_max_registers(24, action="decrease")
+
+            def one_item(i, count):
+                tile, first, last, head = item(i)
+                return fetch(shape, memory, k_g, v_g, table_g, tile, head, first_row_g[0], first, last, count, slots)
+
+            lax.fori_loop(0, trips, one_item, jnp.int32(0))
+
+        @pl.when(wg < pairs)
+        def _consumer():
+            plgpu.set_max_registers(232, action="increase")
+
+            def copy(i):
+                tile, _, _, head = item(i)
+                copy_q(shape, q_g, q_parts, q_ready.at[pair], pair, tile.token, head)
+
+            @pl.when(trips > 0)
+            def _first_q():
+                copy(jnp.int32(0))
+
+            def one_item(i, count):
+                tile, first, last, head = item(i)
+                limit = tile.tokens * shape.G
+                plgpu.barrier_wait(q_ready.at[pair])
+
+                def next_q():
+                    @pl.when(i + 1 < trips)
+                    def _():
+                        copy(i + 1)
+
+                def write(total: Total):
+                    where = (lax.div(first, PER_SPLIT) * T + tile.token, head * shape.G, limit, shape.G)
+                    if splits == 1:
+                        o_Md, lse_M = finish(total)
+                        hopper_rows.store(out_g[0], o_Md, *where)
+                        hopper_rows.store(out_g[1], lse_M, *where)
+                        return
+                    o_pg, m_pg, l_pg = out_g
+                    for c in range(d // WIDTH):
+                        hopper_rows.store(o_pg.at[c], total.o_Md[:, c * WIDTH : (c + 1) * WIDTH], *where)
+                    hopper_rows.store(m_pg, total.m_M, *where)
+                    hopper_rows.store(l_pg, total.l_M, *where)
+
+                def attend():
+                    kv_len = kv_len_g[tile.sequence]
+                    turns = Turns(None, 0, 1)
+                    total, after = walk(shape, memory, turns, tile, 0, kv_len, first, last, count, plan, None, next_q)
+                    write(total)
+                    return after
+
+                def nothing():
+                    write(Total(full(NEVER, (ROWS,)), full(0, (ROWS,)), full(0, (ROWS, d))))
+                    next_q()
+                    return count
+
+                return lax.cond(last > first, attend, nothing)
+
+            lax.fori_loop(0, trips, one_item, jnp.int32(0))
+
+    f32 = jnp.float32
+    out = [jax.ShapeDtypeStruct((T, H, d), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), f32)]
+    if splits > 1:
+        out = [jax.ShapeDtypeStruct((d // WIDTH, splits * T, H, WIDTH), f32)]
+        out += [jax.ShapeDtypeStruct((splits * T, H), f32)] * 2
+    results = mosaic.kernel(
+        body,
+        out_type=out,
+        scratch_types=dict(
+            scratch=[
+                q_scratch(shape, pairs),
+                plgpu.SMEM((pairs, slots, BLOCK, d), jnp.bfloat16, transforms=mosaic.TILED),
+                plgpu.Barrier(num_arrivals=shape.pages, num_barriers=pairs * slots),
+                plgpu.Barrier(num_barriers=pairs * slots),
+                plgpu.Barrier(num_arrivals=d // 64, num_barriers=pairs),
+            ]
+        ),
+        grid=(mosaic.SMS,),
+        grid_names=("cta",),
+        num_threads=2 * pairs,
+        thread_name="wg",
+        compiler_params=LANES,
+    )(*operands)
+    return tuple(results) if splits == 1 else merge_splits(*results, table_N5, tile_count, shape, T)
+
+
+def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
+    """(o [T, H, d], log-sum-exp [T, H]): the splits of each tile merged in order.
+
+    Args:
+      o_CRHw: fp32 [d / 32, splits * T, H, 32], O of token t and split s in row s * T + t.
+      m_RH, l_RH: fp32 [splits * T, H].
+      table_N5, count: as `hopper_forward.tiles` gives them.
+      shape, T: static sizes.
+    """
+    C, _, H, w = o_CRHw.shape
+
+    def body(o_pg, m_pg, l_pg, tiles_g, count_g, o_g, lse_g):
+        n, head, c = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("column")
+
+        @pl.when(n < count_g[0])
+        def _merge():
+            tile = Tile(*(tiles_g[n, j] for j in range(5)))
+            limit = tile.tokens * shape.G
+            last = lax.div(tile.blocks + (PER_SPLIT - 1), PER_SPLIT)
+            here = (tile.token, head * shape.G, limit, shape.G)
+
+            def part(split) -> Total:
+                there = (split * T + tile.token, head * shape.G, jnp.where(split < last, limit, 0), shape.G)
+                o_Mw = hopper_rows.load(o_pg.at[c], (ROWS, w), *there)
+                return Total(hopper_rows.load(m_pg, (ROWS,), *there), hopper_rows.load(l_pg, (ROWS,), *there), o_Mw)
+
+            def some(i, total):
+                for p in [part(i * AT_ONCE + j) for j in range(AT_ONCE)]:
+                    total = merge(total, p)
+                return total
+
+            empty = Total(full(NEVER, (ROWS,)), full(0, (ROWS,)), full(0, (ROWS, w)))
+            o_Mw, lse_M = finish(lax.fori_loop(0, lax.div(last + (AT_ONCE - 1), AT_ONCE), some, empty))
+            hopper_rows.store(o_g.at[:, :, pl.ds(c * w, w)], o_Mw, *here)
+
+            @pl.when(c == 0)
+            def _():
+                hopper_rows.store(lse_g, lse_M, *here)
+
+    return mosaic.kernel(
+        body,
+        out_type=[jax.ShapeDtypeStruct((T, H, C * w), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), jnp.float32)],
+        grid=(table_N5.shape[0], shape.K, C),
+        grid_names=("tile", "head", "column"),
+        compiler_params=LANES,
+    )(o_CRHw, m_RH, l_RH, table_N5, count[None])
