@@ -6,7 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels.logprob import padded_vocab
-from pallas_kernels.logprob.chunks import by_chunk
+from pallas_kernels.logprob.chunks import CHUNK, by_chunk
+
+MAX_CHUNK = 1024
+"""Rows whose logits exist at one time in training: enough that the weight's traffic does not bound the dots."""
 
 
 def logits_entry(V: int, D: int, dtype) -> dict:
@@ -41,4 +44,5 @@ def reduce(logits_BV, targets_B, inv_temp_B) -> tuple[jax.Array, jax.Array]:
 def logprob(x_TD, w_VD, targets_T, inv_temp_T) -> jax.Array:
     """fp32 [T], differentiable: chunks of tokens, their logits made again in the backward pass."""
     chunk = jax.checkpoint(lambda x, t, s: reduce(logits(x, w_VD), t, s)[0])
-    return by_chunk(chunk, x_TD, targets_T, inv_temp_T)
+    rows = min(-(-x_TD.shape[0] // CHUNK) * CHUNK, MAX_CHUNK)
+    return by_chunk(chunk, x_TD, targets_T, inv_temp_T, rows)
