@@ -1,0 +1,183 @@
+"""Hopper attention without a GPU: its tables against plain Python, the merge of splits in the interpreter, every schedule
+lowered. The walk over KV blocks multiplies from registers, which the interpreter cannot do: its bits are in tests/gpu."""
+
+from __future__ import annotations
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+from pallas_kernels import attention as op
+from pallas_kernels import mosaic, registry
+from pallas_kernels.attention import BLOCK, SPLIT, hopper, hopper_decode, hopper_forward
+from pallas_kernels.attention.hopper_forward import Deal, Shape
+from tests.pallas_kernels.base import bits
+
+KERNELS = {"many rows": hopper_forward, "few rows": hopper_decode}
+
+
+def operands(T: int, S: int, P: int, shape: Shape, pages: int = 40, layers: int | None = None):
+    """Shapes of what the op takes, and the layer."""
+    lead = () if layers is None else (layers,)
+    paged = jax.ShapeDtypeStruct((*lead, pages, shape.page, shape.K, shape.d), jnp.bfloat16)
+    whole = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)  # noqa: E731
+    q = jax.ShapeDtypeStruct((T, shape.H, shape.d), jnp.bfloat16)
+    return q, paged, paged, whole(S + 1), whole(S), whole(S, P)
+
+
+def lower(f, *shapes) -> str:
+    return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize(
+    "d, G, page",
+    [(64, 3, 16), (64, 16, 128), (128, 1, 64), (128, 2, 32), (128, 4, 128), (128, 8, 16), (256, 4, 16), (256, 7, 8)],
+)
+def test_every_schedule_lowers(kernel, d, G, page):
+    shape = Shape(2 * G, 2, d, page)
+    q, paged, _, *where = operands(300, 3, 2 * SPLIT // page, shape)
+    rows = jax.ShapeDtypeStruct((40 * page, 2 * d), jnp.bfloat16)
+    run = functools.partial(KERNELS[kernel].attention, shape=shape)
+    text = lower(run, q, rows, rows, *where, jax.ShapeDtypeStruct((1,), jnp.int32))
+    assert text.count("stablehlo.custom_call @mosaic_gpu_v2") == (2 if kernel == "few rows" else 1)
+
+
+def test_the_op_reads_a_layer_of_a_stack():
+    q, k, v, *where = operands(4, 4, 16, Shape(8, 2, 128, 16), layers=5)
+    run = lambda *a: op.attention(*a[:-1], layer=a[-1], region="r", impl="hopper")  # noqa: E731
+    assert "mosaic_gpu_v2" in lower(run, q, k, v, *where, jax.ShapeDtypeStruct((), jnp.int32))
+
+
+def test_what_it_cannot_serve_is_refused():
+    for dtype, d, G, page, why in (
+        ("float32", 128, 4, 16, "bfloat16"),
+        ("bfloat16", 96, 4, 16, "head_dim"),
+        ("bfloat16", 128, 17, 16, "query heads"),
+        ("bfloat16", 128, 4, 4, "pages"),
+    ):
+        paged = jnp.zeros((3, page, 1, d), dtype)
+        where = jnp.array([0, 1]), jnp.array([1]), jnp.zeros((1, BLOCK // page), jnp.int32)
+        with pytest.raises(registry.Unsupported, match=why):
+            op.attention(jnp.zeros((1, G, d), dtype), paged, paged, *where, region="r", impl="hopper")
+
+
+def test_the_kernel_is_chosen_by_sizes_alone():
+    shape = Shape(32, 8, 128, 16)
+    assert hopper.few_rows(256, 256, shape)  # decode
+    assert hopper.few_rows(64, 1, shape)  # a chunk that many-row tiles would leave most of the GPU idle for
+    assert not hopper.few_rows(8192, 1, shape)
+    assert not hopper.few_rows(4096, 256, shape)
+
+
+def sequences(seed: int):
+    """(q_start, kv_len, T) of sequences with and without tokens, around block and split edges, and padding after them."""
+    rng = np.random.default_rng(seed)
+    q_len = np.array([1, 0, 40, 17, 1, 130, 0])
+    kv_len = q_len + rng.choice([0, 1, BLOCK - 1, BLOCK, SPLIT - 1, SPLIT, 5000], len(q_len)) * (q_len > 0)
+    return np.concatenate([[0], np.cumsum(q_len)]).astype(np.int32), kv_len.astype(np.int32), int(q_len.sum()) + 21
+
+
+@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("tokens", [1, 16, 42])
+def test_tiles_cover_every_row_once_and_no_two_sequences(seed, tokens):
+    q_start, kv_len, T = sequences(seed)
+    table, count = map(np.asarray, jax.jit(hopper_forward.tiles, static_argnums=(2, 3))(q_start, kv_len, T, tokens))
+    S, covered = len(kv_len), []
+    for s, token, n, position, blocks in table[:count]:
+        covered += range(token, token + n)
+        assert 0 < n <= tokens
+        if s == S:
+            assert token >= q_start[-1] and blocks == 0
+            continue
+        assert q_start[s] <= token and token + n <= q_start[s + 1]
+        assert position == kv_len[s] - (q_start[s + 1] - token)
+        assert blocks == -(-(position + n) // BLOCK)
+    assert covered == list(range(T))
+    assert not table[count:, 2].any()
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_items_are_every_split_of_every_tile_the_largest_first(seed):
+    q_start, kv_len, T = sequences(seed)
+    splits = -(-int(kv_len.max()) // SPLIT)
+    table, count = hopper_forward.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, 16)
+    found, items = map(np.asarray, jax.jit(hopper_decode.items, static_argnums=1)(table, splits))
+    per = SPLIT // BLOCK
+    want = [
+        (*tile, first, min(first + per, tile[4]))
+        for tile in np.asarray(table)[: int(count)].tolist()
+        for first in range(0, max(tile[4], 1), per)
+    ]
+    got = [tuple(row) for row in found[:items].tolist()]
+    assert sorted(got) == sorted(want) and len(set(got)) == len(got)
+    sizes = [row[6] - row[5] for row in got]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("items", [0, 1, 5, 6, 7, 40])
+def test_items_are_dealt_once_and_evenly(items):
+    hands = []
+    for worker in range(6):
+        deal = Deal(jnp.int32(worker), 6, jnp.int32(items))
+        hands.append([int(deal[jnp.int32(i)]) for i in range(int(deal.count()))])
+    assert sorted(sum(hands, [])) == list(range(items))
+    assert max(map(len, hands)) - min(map(len, hands)) <= 1
+    if items == 40:  # dealt round and round, the first worker would have 6 more than the last in each of 6 rounds: 30
+        totals = [sum(hand[:6]) for hand in hands]
+        assert max(totals) == min(totals)
+
+
+def merged(o, m, l):  # noqa: E741
+    """Splits (axis 0) merged in order, in fp32; then O * (1 / sum) and the log-sum-exp."""
+    total_m, total_l, total_o = m[0], l[0], o[0]
+    for i in range(1, len(m)):
+        some = l[i] > 0
+        new = np.where(some, np.maximum(total_m, m[i]), total_m)
+        a, b = (np.exp2(x - new).astype(np.float32) for x in (total_m, m[i]))
+        first = total_l == 0
+        pick = lambda x, y, a, b, some, first: np.where(some, np.where(first, y, x * a + y * b), x)  # noqa: E731
+        total_o = pick(total_o, o[i], a[..., None], b[..., None], some[..., None], first[..., None])
+        total_l = pick(total_l, l[i], a, b, some, first)
+        total_m = new
+    inverse = np.where(total_l > 0, np.float32(1) / np.where(total_l > 0, total_l, 1), 0).astype(np.float32)
+    return np.asarray((total_o * inverse[..., None]), jnp.bfloat16), total_m + np.log2(
+        np.where(total_l > 0, total_l, 1)
+    )
+
+
+def test_splits_are_merged_in_order_in_the_interpreter():
+    rng = np.random.default_rng(0)
+    K, G, d, splits = 1, 3, 64, 6
+    q_start, kv_len = np.array([0, 1, 3, 4], np.int32), np.array([5 * SPLIT + 7, SPLIT + 2, 100], np.int32)
+    T, H = 5, K * G  # row 4 is padding
+    last_T = np.array([5, 1, 1, 0, -1])
+    m = rng.integers(-5, 6, (splits, T, H)).astype(np.float32)
+    l = rng.uniform(1, 2, (splits, T, H)).astype(np.float32)  # noqa: E741
+    o = (rng.standard_normal((splits, T, H, d)) * 2.0 ** rng.integers(-6, 6, (splits, T, H, d))).astype(np.float32)
+    # Of the first row, two splits are far larger than the rest and cancel: another order gives another sum.
+    m[:, 0], o[1, 0] = 0, o[1, 0] * 2**16
+    o[2, 0] = -o[1, 0]
+    # The row before the last token of its tile sees nothing of its tile's second split.
+    m[1, 1], l[1, 1], o[1, 1] = hopper_forward.NEVER, 0, 0
+    unused = np.arange(splits)[:, None] > last_T[None]
+    for x in (m, l, o):
+        x[unused] = np.nan  # no kernel writes there
+    parts = np.moveaxis(o.reshape(splits * T, H, d // 32, 32), 2, 0), m.reshape(-1, H), l.reshape(-1, H)
+    shape = Shape(H, K, d, 16)
+    table, count = hopper_forward.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, shape.tokens)
+    with mosaic.interpreted():
+        got, lse = jax.jit(lambda *a: hopper_decode.merge_splits(*a, shape, T))(*map(jnp.asarray, parts), table, count)
+    assert not gpu_callbacks.get_races().races_found
+    for x in (m, l, o):
+        x[unused] = 0
+    want, want_lse = merged(o, m, l)
+    assert np.array_equal(bits(got)[:4], bits(want)[:4])
+    np.testing.assert_allclose(np.asarray(lse)[:4], want_lse[:4], rtol=1e-6)
+    assert not np.asarray(got, np.float32)[4].any() and not np.asarray(lse)[4].any()
+    other = merged(o[::-1], m[::-1], l[::-1])[0]
+    assert not np.array_equal(bits(other)[0], bits(want)[0])  # the order of splits is seen
