@@ -47,6 +47,7 @@ class LayerContext:
     cfg: ModelConfig
     numerics: Numerics
     batch: Batch
+    rotations_T2h: jax.Array
     pages: TrainPages | None
     layer: jax.Array | None = None
 
@@ -76,6 +77,7 @@ class Attention(nnx.Module):
             max_positions=cfg.max_positions,
             region="qk_norm_rope",
             impl=impl,
+            rotations_T2h=ctx.rotations_T2h,
         )
         _note("qk_norm_rope", q_THd)
         k_pages, v_pages = _write_pages(k_TKd, v_TKd, kv, ctx)
@@ -163,6 +165,16 @@ def _layer_weights(params: Params, masters: Params | None, layer) -> dict[str, W
     }
 
 
+def rope(cfg: ModelConfig, numerics: Numerics) -> jax.Array:
+    """The table of rotations that `forward` takes, on the default device; one array a process."""
+    return qk_norm_rope.rope_array(cfg.max_positions, cfg.head_dim, cfg.rope_theta, numerics.dtype)
+
+
+def abstract_rope(cfg: ModelConfig, numerics: Numerics) -> jax.ShapeDtypeStruct:
+    """Shape and dtype of `rope`."""
+    return jax.ShapeDtypeStruct((cfg.max_positions, 2, cfg.head_dim // 2), numerics.dtype)
+
+
 def forward(
     cfg: ModelConfig,
     numerics: Numerics,
@@ -172,6 +184,7 @@ def forward(
     *,
     masters: Params | None = None,
     remat: bool = False,
+    rope: jax.Array | None = None,
 ) -> tuple[jax.Array, KVCache | None]:
     """Final hidden rows of a batch, in any case: training, scoring, prefill, decode.
 
@@ -183,6 +196,7 @@ def forward(
       kv: a KVCache (inference; donate it) or TrainPages (training and scoring: pages live for one layer).
       masters: fp32 weights of the same names; they get the gradients, in fp32, and `params` gets none.
       remat: recompute each layer in the backward pass instead of keeping its activations. Forward bits are the same.
+      rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
 
     Returns:
       (hidden [T, D] after the final norm, the cache with this batch's keys and values; None for TrainPages).
@@ -190,7 +204,7 @@ def forward(
     Raises:
       ValueError: weights missing, extra or of another dtype or shape.
     """
-    return _forward(cfg, numerics, params, batch, kv, masters, remat, False)[:2]
+    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope)[:2]
 
 
 def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv: KVCache | TrainPages):
@@ -198,21 +212,29 @@ def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv
 
     The regions stand in the order in which a layer computes them.
     """
-    return _forward(cfg, numerics, params, batch, kv, None, False, True)
+    return _forward(cfg, numerics, params, batch, kv, None, False, True, None)
 
 
-def _forward(cfg, numerics, params, batch, kv, masters, remat, tap):
+def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
     if faults := weight_faults(cfg, params, numerics.dtype):
         raise ValueError("weights do not fit the model: " + "; ".join(faults))
     inference = isinstance(kv, KVCache)
     top = lambda name: Weight(params[name], None, None if masters is None else masters[name])  # noqa: E731
+    rotations_T2h = qk_norm_rope.rotations(
+        batch.positions_T,
+        theta=cfg.rope_theta,
+        max_positions=cfg.max_positions,
+        head_dim=cfg.head_dim,
+        dtype=numerics.dtype,
+        table=rope,
+    )
 
     def layer(carry, weights):
         x_TD, residual_TD, pages = carry
         index = None
         if inference:
             index, weights = weights, _layer_weights(params, None, weights)
-        ctx = LayerContext(cfg, numerics, batch, None if inference else kv, index)
+        ctx = LayerContext(cfg, numerics, batch, rotations_T2h, None if inference else kv, index)
         with _tapping(tap) as seen:
             x_TD, residual_TD, pages = Layer(cfg, weights)(x_TD, residual_TD, pages, ctx)
         return (x_TD, residual_TD, pages), seen

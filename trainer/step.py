@@ -97,11 +97,11 @@ class TrainStep:
           (the sum with this microbatch's gradient, the forward's log-probability of each row fp32 [T], statistics).
         """
         run = _compiled(self._train(packed.bucket))
-        return run(gradients, state.masters, state.params, packed.micro, ref_logprobs_T)
+        return run(gradients, state.masters, state.params, packed.micro, ref_logprobs_T, model.rope(self.cfg, self.numerics))
 
     def score(self, params: Params, packed: Packed) -> jax.Array:
         """Log-probability of each row of a microbatch under `params`, fp32 [T]; forward only."""
-        return _compiled(self._scoring(packed.bucket))(params, packed.micro)
+        return _compiled(self._scoring(packed.bucket))(params, packed.micro, model.rope(self.cfg, self.numerics))
 
     def apply(self, state: TrainState, gradients: Params, updates: int) -> tuple[TrainState, dict[str, float]]:
         """One optimizer step. Takes the memory of the state's masters and optimizer, and of the gradients.
@@ -196,10 +196,12 @@ class _Score:
     numerics: Numerics
     bucket: Bucket
 
-    def logprobs(self, params: Params, micro: MicroBatch, masters: Params | None = None, remat: bool = False) -> jax.Array:
+    def logprobs(
+        self, params: Params, micro: MicroBatch, rope: jax.Array, masters: Params | None = None, remat: bool = False
+    ) -> jax.Array:
         pages = self.bucket.train_pages
         hidden_TD, _ = model.forward(
-            self.cfg, self.numerics, params, micro.batch, pages, masters=masters, remat=remat
+            self.cfg, self.numerics, params, micro.batch, pages, masters=masters, remat=remat, rope=rope
         )
         return model.logprobs(
             self.cfg, self.numerics, params, hidden_TD, micro.targets_T, micro.inv_temp_T, masters=masters
@@ -210,7 +212,8 @@ class _Score:
 
     def trace(self):
         """jax.stages.Traced of the program."""
-        return jax.jit(self.logprobs).trace(self.weights(self.numerics.dtype), abstract_micro(self.bucket))
+        rope = model.abstract_rope(self.cfg, self.numerics)
+        return jax.jit(self.logprobs).trace(self.weights(self.numerics.dtype), abstract_micro(self.bucket), rope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,9 +226,9 @@ class _Train(_Score):
     clip_high: float
     kl_coef: float
 
-    def accumulate(self, gradients, masters, params, micro: MicroBatch, ref_logprobs_T):
+    def accumulate(self, gradients, masters, params, micro: MicroBatch, ref_logprobs_T, rope):
         def objective(masters):
-            logprobs_T = self.logprobs(params, micro, masters, self.remat)
+            logprobs_T = self.logprobs(params, micro, rope, masters, self.remat)
             value, stats = loss.policy_loss(
                 logprobs_T,
                 micro,
@@ -244,7 +247,8 @@ class _Train(_Score):
         masters, params = self.weights(jnp.float32), self.weights(self.numerics.dtype)
         ref_T = jax.ShapeDtypeStruct((self.bucket.rows,), jnp.float32) if self.kl_coef else None
         run = jax.jit(self.accumulate, donate_argnums=0)
-        return run.trace(masters, masters, params, abstract_micro(self.bucket), ref_T)
+        rope = model.abstract_rope(self.cfg, self.numerics)
+        return run.trace(masters, masters, params, abstract_micro(self.bucket), ref_T, rope)
 
 
 @functools.cache

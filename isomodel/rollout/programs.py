@@ -95,12 +95,14 @@ def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
     return tokens_S, logprob_S, truncated_S, logits_SV
 
 
-def mixed_step(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, batch: Batch, sampling: Sampling):
+def mixed_step(
+    cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, batch: Batch, sampling: Sampling, rope: jax.Array
+):
     """Runs the rows of a batch and samples after each sequence's last row.
 
     Returns (cache, hidden [T, D], tokens [S], log-probabilities [S], truncated ones [S], logits [S, V] or None).
     """
-    hidden_TD, cache = model.forward(cfg, numerics, params, batch, cache)
+    hidden_TD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
     last_S = jnp.maximum(batch.q_start_S1[1:] - 1, 0)
     tokens_S, logprob_S, truncated_S, logits_SV = _choose(
         cfg, numerics, params, hidden_TD[last_S], batch.kv_len_S, sampling
@@ -109,7 +111,9 @@ def mixed_step(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, ba
     return cache, hidden_TD, tokens_S, logprob_S, truncated_S, logits_SV
 
 
-def decode_loop(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, state: Decoding, sampling: Sampling):
+def decode_loop(
+    cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, state: Decoding, sampling: Sampling, rope: jax.Array
+):
     """Decodes until every sample has stopped or `state.steps` steps are done.
 
     A sample that stopped runs on as the same row, writing nothing, so that shapes stay and neighbours do not notice.
@@ -136,7 +140,7 @@ def decode_loop(cfg, numerics, shapes: Shapes, params: Params, cache: KVCache, s
         page_S = jnp.take_along_axis(state.page_table_SP, (position_S // shapes.page_size)[:, None], axis=1)[:, 0]
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
         batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
-        hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache)
+        hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
         *results, logits_SV = _choose(cfg, numerics, params, hidden_SD, kv_len_S, sampling)
         if shapes.return_logits:
             results.append(logits_SV[:, : cfg.vocab_size])
@@ -183,28 +187,38 @@ def mixed_arguments(cfg, numerics, shapes: Shapes, T: int, S: int) -> tuple:
     """Abstract arguments of `mixed_step` for T rows of S sequences."""
     row = _array((T,))
     batch = Batch(row, row, row, _array((S + 1,)), _array((S,)), _array((S, shapes.table_width)))
-    return abstract_params(cfg, numerics), _abstract_cache(cfg, numerics, shapes), batch, _abstract_sampling(S)
+    return _arguments(cfg, numerics, shapes, batch, S)
 
 
 def decode_arguments(cfg, numerics, shapes: Shapes, S: int) -> tuple:
     """Abstract arguments of `decode_loop` for S samples."""
     seq = _array((S,))
     state = Decoding(seq, seq, seq, _array((S, DEVICE_STOPS)), _array((S, shapes.table_width)), _array(()))
-    return abstract_params(cfg, numerics), _abstract_cache(cfg, numerics, shapes), state, _abstract_sampling(S)
+    return _arguments(cfg, numerics, shapes, state, S)
+
+
+def _arguments(cfg, numerics, shapes: Shapes, work, S: int) -> tuple:
+    cache, rope = _abstract_cache(cfg, numerics, shapes), model.abstract_rope(cfg, numerics)
+    return abstract_params(cfg, numerics), cache, work, _abstract_sampling(S), rope
+
+
+def _with_rope(cfg, numerics, run):
+    """`run` with the table of rotations as its last argument."""
+    return lambda *args: run(*args, model.rope(cfg, numerics))
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_mixed(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int):
     """`mixed_step(params, cache, batch, sampling)`, compiled; the cache is donated."""
     fn = jax.jit(functools.partial(mixed_step, cfg, numerics, shapes), donate_argnums=1)
-    return fn.lower(*mixed_arguments(cfg, numerics, shapes, T, S)).compile()
+    return _with_rope(cfg, numerics, fn.lower(*mixed_arguments(cfg, numerics, shapes, T, S)).compile())
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_decode(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, S: int):
     """`decode_loop(params, cache, state, sampling)`, compiled; the cache is donated."""
     fn = jax.jit(functools.partial(decode_loop, cfg, numerics, shapes), donate_argnums=1)
-    return fn.lower(*decode_arguments(cfg, numerics, shapes, S)).compile()
+    return _with_rope(cfg, numerics, fn.lower(*decode_arguments(cfg, numerics, shapes, S)).compile())
 
 
 @functools.lru_cache(maxsize=256)

@@ -36,6 +36,27 @@ def rope_table_hash(max_positions: int, head_dim: int, theta: float) -> str:
     return hashlib.sha256(rope_table(max_positions, head_dim, theta).tobytes()).hexdigest()
 
 
+@functools.lru_cache(maxsize=8)
+def rope_array(max_positions: int, head_dim: int, theta: float, dtype) -> jax.Array:
+    """The table on the default device, in the compute dtype: made once a process, for programs that take it as an argument."""
+    with jax.ensure_compile_time_eval():
+        return jnp.asarray(rope_table(max_positions, head_dim, theta), dtype)
+
+
+def rotations(
+    positions_T: jax.Array, *, theta: float, max_positions: int, head_dim: int, dtype, table: jax.Array | None = None
+) -> jax.Array:
+    """cos and sin of each row's position, [T, 2, head_dim / 2] in `dtype`: the same for every layer.
+
+    Args:
+      positions_T: int32 [T], in [0, max_positions).
+      table: `rope_array`'s; None makes the table a constant of the program that this is traced into.
+    """
+    if table is None:
+        table = jnp.asarray(rope_table(max_positions, head_dim, theta), dtype)
+    return jnp.take(table, positions_T, axis=0, mode="clip")
+
+
 def qk_norm_rope(
     qkv_TKgd: jax.Array,
     positions_T: jax.Array,
@@ -47,6 +68,7 @@ def qk_norm_rope(
     max_positions: int,
     region: str,
     impl: str,
+    rotations_T2h: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Splits a fused projection into rotated queries, rotated keys, and values.
 
@@ -60,6 +82,7 @@ def qk_norm_rope(
       max_positions: rows of the table.
       region: name of the region in the contract.
       impl: "reference", "hopper" or "native".
+      rotations_T2h: what `rotations` gives for these positions and options; None makes it here.
 
     Returns:
       (q [T, H, d], k [T, K, d], v [T, K, d]) in the same dtype.
@@ -75,12 +98,13 @@ def qk_norm_rope(
     has_norm = q_norm_d is not None
     table_hash = rope_table_hash(max_positions, d, theta)
     registry.record(region, module.entry(qkv_TKgd.shape[1:], eps, theta, table_hash, has_norm, dtype))
-    cos_sin_T2h = jnp.take(jnp.asarray(rope_table(max_positions, d, theta), dtype), positions_T, axis=0, mode="clip")
+    if rotations_T2h is None:
+        rotations_T2h = rotations(positions_T, theta=theta, max_positions=max_positions, head_dim=d, dtype=dtype)
     norms = tuple(as_weight(w) for w in (q_norm_d, k_norm_d)) if has_norm else ()
     if impl == "native":
-        return module.qk_norm_rope(qkv_TKgd, cos_sin_T2h, tuple(w.trainable() for w in norms), eps)
+        return module.qk_norm_rope(qkv_TKgd, rotations_T2h, tuple(w.trainable() for w in norms), eps)
     values, masters = tuple(w.slice() for w in norms), tuple(w.master for w in norms)
-    return _iso(impl, eps, qkv_TKgd, cos_sin_T2h, values, masters)
+    return _iso(impl, eps, qkv_TKgd, rotations_T2h, values, masters)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
