@@ -22,10 +22,8 @@ from pallas_kernels.silu_mul import hopper as silu
 EPS, THETA, MOST = 1e-6, 1e6, 4096
 T = 4096
 CASES = {
-    "norm 576": ((576,),),
     "norm 4096": ((4096,),),
     "add norm 576": ((576,), (576,)),
-    "add norm 2560": ((2560,), (2560,)),
     "add norm 4096": ((4096,), (4096,)),
     "add norm 8192": ((8192,), (8192,)),
     "rope 64": ((3, 5, 64), "positions"),
@@ -33,7 +31,6 @@ CASES = {
     "rope 256": ((2, 10, 256), "positions"),
     "rope without norm 128": ((1, 18, 128), "positions"),
     "silu 1544": ((2 * 1544,),),
-    "silu 3072": ((2 * 3072,),),
 }
 """Shape of a row of each operand."""
 
@@ -84,8 +81,8 @@ def differ(got, want) -> int:
     return sum(int((bits(g) != bits(w)).sum()) for g, w in zip(got, want, strict=True))
 
 
-EVERY = (*range(1, 10), 33, 64, 255, 529, 1000, 2049)
-FEW = (1, 37, 1000)
+EVERY = (1, 2, 3, 5, 9, 33, 255, 1000, 2049)
+FEW = (1, 37)
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -93,7 +90,8 @@ def test_a_row_has_its_own_bits_in_any_batch(name):
     """At other places too, so that it lies in other tiles and warps."""
     for n in EVERY if name in ("add norm 576", "rope 128", "silu 1544") else FEW:
         pick = np.random.default_rng(n).permutation(T)[:n]
-        assert differ(op(name, "hopper", *(x[pick] for x in rows(name))), [y[pick] for y in whole(name)]) == 0, n
+        some = (np.asarray(x)[pick] for x in rows(name))
+        assert differ(op(name, "hopper", *some), [y[pick] for y in whole(name)]) == 0, n
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,10 +119,10 @@ def test_control_one_step_of_one_element_changes_its_row_and_no_other(name):
 
 
 PLANS = {
-    "norm 4096": [(2, 2, 1), (2, 4, 3), (4, 3, 2), (8, 3, 1)],
-    "add norm 576": [(4, 2, 1), (8, 3, 2), (32, 2, 1)],
-    "rope 128": [(2, 1), (3, 2), (4, 1)],
-    "silu 1544": [(4, 2, 1), (8, 4, 6), (16, 4, 3)],
+    "norm 4096": [(2, 4, 3), (8, 3, 1)],
+    "add norm 576": [(4, 3, 2), (32, 2, 1)],
+    "rope 128": [(3, 2), (4, 1)],
+    "silu 1544": [(4, 2, 1), (8, 4, 6)],
 }
 
 
@@ -137,7 +135,7 @@ def test_a_schedule_does_not_reach_the_bits(monkeypatch, name, plan):
     assert picked == [plan]
 
 
-@pytest.mark.parametrize("name", ["norm 4096", "add norm 576", "rope 64", "rope without norm 128", "silu 1544"])
+@pytest.mark.parametrize("name", ["add norm 576", "rope 64", "silu 1544"])
 def test_with_a_gradient_and_compiled_anew(name):
     floats = [i for i, x in enumerate(rows(name)) if x.dtype == jnp.bfloat16]
 
@@ -160,8 +158,9 @@ def test_with_a_gradient_and_compiled_anew(name):
 
 
 def digest() -> str:
-    """Of all cases' bits."""
-    return hashlib.sha256(b"".join(bits(y).tobytes() for name in CASES for y in whole(name))).hexdigest()
+    """Of the bits of a case of each op."""
+    names = "add norm 576", "rope 128", "silu 1544"
+    return hashlib.sha256(b"".join(bits(y).tobytes() for name in names for y in whole(name))).hexdigest()
 
 
 def test_two_processes():
@@ -199,16 +198,16 @@ def normalised(x: np.ndarray, total: np.ndarray, w: np.ndarray) -> np.ndarray:
     return (n.astype(f32) * w.astype(f32)).astype(jnp.bfloat16)
 
 
-@pytest.mark.parametrize("D", [576, 4096])
-def test_the_norm_sums_in_the_order_that_its_entry_names(D):
-    x = np.asarray(rows(f"norm {D}")[0])
+@pytest.mark.parametrize("name, D", [("add norm 576", 576), ("norm 4096", 4096)])
+def test_the_norm_sums_in_the_order_that_its_entry_names(name, D):
+    x = whole(name)[1] if name.startswith("add") else np.asarray(rows(name)[0])
     warps = norm.row_warps(D)
     assert f"{warps * 256}-wide pieces in order" in norm.entry(D, EPS, jnp.bfloat16, False)["order"]
     squares = np.pad(x.astype(np.float32) ** 2, ((0, 0), (0, -D % (warps * 256)))).reshape(T, -1, warps, 32, 8)
     want = normalised(x, ordered_sum(squares), np.asarray(weight(D)))
-    assert differ([whole(f"norm {D}")[0]], [want]) == 0
+    assert differ([whole(name)[0]], [want]) == 0
     other = normalised(x, ordered_sum(squares[..., ::-1]), np.asarray(weight(D)))
-    assert differ([whole(f"norm {D}")[0]], [other]) > 0  # the rows tell orders apart
+    assert differ([whole(name)[0]], [other]) > 0  # the rows tell orders apart
 
 
 def test_rope_sums_in_the_order_that_its_entry_names():
