@@ -1,0 +1,249 @@
+"""Hopper attention's bits on the GPU: a row has its own in training, prefill and decode, in any packing, chunking and paging."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from pallas_kernels import attention as op
+from pallas_kernels.attention import BLOCK, SPLIT, hopper, hopper_decode, hopper_forward
+from pallas_kernels.attention.hopper_forward import Shape
+from tests.pallas_kernels.base import bits, relative
+
+EDGES = [*range(1, 301), *(e + i for e in (SPLIT, 2 * SPLIT) for i in (-1, 0, 1))]
+"""KV lengths: every one up to 300, and around the ends of splits."""
+
+
+@dataclasses.dataclass
+class Sequence:
+    """q [n, H, d], k and v [n, K, d] of one sequence, fp32 values of bf16; its running maximum moves."""
+
+    q: np.ndarray
+    k: np.ndarray
+    v: np.ndarray
+
+    @classmethod
+    def draw(cls, n: int, K: int, G: int, d: int, seed: int) -> Sequence:
+        rng = np.random.default_rng(seed)
+        round_ = lambda x: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32)  # noqa: E731
+        q, k, v = (round_(rng.standard_normal((n, h, d)) * s) for h, s in ((K * G, 2), (K, 2), (K, 1)))
+        return cls(q, k, v * np.exp2(rng.integers(-6, 6, (n, 1, 1))))
+
+
+@dataclasses.dataclass
+class Pool:
+    """Pages that hold sequences; whatever else is in them is NaN."""
+
+    k_pages: np.ndarray
+    v_pages: np.ndarray
+    tables: np.ndarray  # [sequences, P]
+
+    @classmethod
+    def of(
+        cls, sequences: list[Sequence], page: int, seed: int = 0, P: int | None = None, pages: int | None = None
+    ) -> Pool:
+        K, d = sequences[0].k.shape[1:]
+        need = [-(-len(s.k) // page) for s in sequences]
+        pages = pages or sum(need) + 7
+        free = list(np.random.default_rng(seed).permutation(pages))
+        k_pages, v_pages = (np.full((pages, page, K, d), np.nan, np.float32) for _ in range(2))
+        tables = np.full((len(sequences), P or max(need)), -1, np.int32)
+        for i, s in enumerate(sequences):
+            own = np.array([free.pop() for _ in range(need[i])])
+            at = np.arange(len(s.k))
+            k_pages[own[at // page], at % page] = s.k
+            v_pages[own[at // page], at % page] = s.v
+            tables[i, : need[i]] = own
+        return cls(k_pages, v_pages, tables)
+
+
+@functools.partial(jax.jit, static_argnames=("kernel", "schedule"))
+def _run(kernel, q, k_pages, v_pages, q_start, kv_len, tables, schedule=None):
+    N, page, K, d = k_pages.shape
+    tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (BLOCK // page))))
+    flat = (x.reshape(N * page, K * d) for x in (k_pages, v_pages))
+    shape = Shape(q.shape[1], K, d, page)
+    return kernel.attention(q, *flat, q_start, kv_len, tables, jnp.zeros((1,), jnp.int32), shape, schedule)
+
+
+def run(kernel, work, pool: Pool, T: int | None = None, schedule=None):
+    """(o [rows, H, d], log-sum-exp [rows, H]) of `work`, a list of (sequence, its index in the pool, start, stop): rows
+    [start, stop), of which keys up to `stop` are there. Rows up to T are padding."""
+    queries = [s.q[start:stop] for s, _, start, stop in work]
+    total = sum(map(len, queries))
+    padding = np.full(((T or total) - total, *queries[0].shape[1:]), np.nan, np.float32)
+    q = jnp.asarray(np.concatenate([*queries, padding]), jnp.bfloat16)
+    q_start = jnp.asarray(np.cumsum([0] + [len(x) for x in queries]), jnp.int32)
+    kv_len = jnp.asarray([stop for *_, stop in work], jnp.int32)
+    tables = jnp.asarray(pool.tables[[i for _, i, _, _ in work]])
+    paged = (jnp.asarray(x, jnp.bfloat16) for x in (pool.k_pages, pool.v_pages))
+    o, lse = jax.block_until_ready(_run(kernel, q, *paged, q_start, kv_len, tables, schedule))
+    assert not np.asarray(o[total:], np.float32).any() and not np.asarray(lse[total:]).any(), "padding gives zeros"
+    o, lse = np.asarray(o[:total]), np.asarray(lse[:total])
+    assert np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
+    return o, lse
+
+
+def different(got, want) -> int:
+    """Rows of (o, log-sum-exp) whose bits differ."""
+    rows = [(bits(g) != bits(w)).reshape(len(g), -1).any(1) for g, w in zip(got, want, strict=True)]
+    return int((rows[0] | rows[1]).sum())
+
+
+def at(results, index):
+    return tuple(x[index] for x in results)
+
+
+def exact(s: Sequence) -> np.ndarray:
+    n, H, d = s.q.shape
+    G = H // s.k.shape[1]
+    out = np.zeros((n, H, d))
+    for h in range(H):
+        q, k, v = (x.astype(np.float64) for x in (s.q[:, h], s.k[:, h // G], s.v[:, h // G]))
+        x = q @ k.T / math.sqrt(d)
+        x[np.triu_indices(n, 1)] = -np.inf
+        p = np.exp(x - x.max(1, keepdims=True))
+        out[:, h] = p / p.sum(1, keepdims=True) @ v
+    return out
+
+
+@pytest.mark.parametrize("d, G", [(64, 3), (128, 4), (256, 2)])
+def test_decode_has_the_bits_of_training_at_every_length(d, G):
+    s = Sequence.draw(max(EDGES), 1, G, d, seed=d)
+    pool = Pool.of([s], page=BLOCK)
+    training = run(hopper_forward, [(s, 0, 0, len(s.q))], pool)
+    lengths = np.array(EDGES)
+    decode = run(hopper_decode, [(s, 0, n - 1, n) for n in lengths], pool)
+    assert different(decode, at(training, lengths - 1)) == 0
+    # Control: with one key less the same rows differ.
+    less = dataclasses.replace(s, q=np.roll(s.q, -1, 0))
+    assert (
+        different(run(hopper_decode, [(less, 0, n - 1, n) for n in lengths], pool), at(training, lengths % len(s.q)))
+        > 250
+    )
+
+
+@pytest.mark.parametrize(
+    "d, G, page", [(128, 1, 128), (128, 2, 16), (128, 3, 32), (128, 8, 64), (128, 16, 16), (64, 4, 8)]
+)
+def test_groups_and_pages(d, G, page):
+    s = Sequence.draw(333, 2, G, d, seed=G)
+    training = run(hopper_forward, [(s, 0, 0, 333)], Pool.of([s], page))
+    lengths = np.array([1, 2, 63, 64, 65, 127, 128, 129, 255, 256, 257, 300, 333])
+    for seed in (1, 2):
+        decode = run(hopper_decode, [(s, 0, n - 1, n) for n in lengths], Pool.of([s], page, seed))
+        assert different(decode, at(training, lengths - 1)) == 0
+
+
+@pytest.fixture(scope="module")
+def packed():
+    """Sequences and their results in one call, with padding rows."""
+    lengths = (300, 1, 129, SPLIT + 50, 64)
+    sequences = [Sequence.draw(n, 2, 4, 128, seed=n) for n in lengths]
+    pool = Pool.of(sequences, page=64)
+    T = sum(lengths) + 11
+    return sequences, pool, T, run(hopper_forward, [(s, i, 0, len(s.q)) for i, s in enumerate(sequences)], pool, T)
+
+
+def pieces(sequences):
+    ends = np.cumsum([len(s.q) for s in sequences])
+    return [np.arange(e - len(s.q), e) for e, s in zip(ends, sequences, strict=True)]
+
+
+def test_packed_is_alone_in_any_order(packed):
+    sequences, pool, T, together = packed
+    for i, (s, rows) in enumerate(zip(sequences, pieces(sequences), strict=True)):
+        # Empty sequences beside it keep the call's sizes, and so its compiled kernel.
+        work = [(s, i, 0, len(s.q))] + [(sequences[0], 0, 300, 300)] * (len(sequences) - 1)
+        assert different(run(hopper_forward, work, pool, T), at(together, rows)) == 0
+    order = [3, 0, 4, 2, 1]
+    again = run(hopper_forward, [(sequences[i], i, 0, len(sequences[i].q)) for i in order], pool, T)
+    rows = pieces(sequences)
+    assert different(again, at(together, np.concatenate([rows[i] for i in order]))) == 0
+    assert different(run(hopper_decode, [(s, i, 0, len(s.q)) for i, s in enumerate(sequences)], pool, T), together) == 0
+
+
+def test_nan_of_a_neighbour_reaches_nobody(packed):
+    sequences, pool, T, together = packed
+    for ill in (0, 3):
+        bad = Sequence(*(np.full_like(x, np.nan) for x in dataclasses.astuple(sequences[ill])))
+        others = [bad if i == ill else s for i, s in enumerate(sequences)]
+        sick = Pool.of(others, page=64)
+        q = jnp.asarray(np.concatenate([s.q for s in others] + [np.full((11, 8, 128), np.nan)]), jnp.bfloat16)
+        lengths = [len(s.q) for s in others]
+        where = (
+            jnp.asarray(np.cumsum([0, *lengths]), jnp.int32),
+            jnp.asarray(lengths, jnp.int32),
+            jnp.asarray(sick.tables),
+        )
+        paged = (jnp.asarray(x, jnp.bfloat16) for x in (sick.k_pages, sick.v_pages))
+        got = tuple(map(np.asarray, _run(hopper_forward, q, *paged, *where)))
+        rows = pieces(sequences)
+        assert np.isnan(got[0][rows[ill]].astype(np.float32)).all()
+        healthy = np.concatenate([r for i, r in enumerate(rows) if i != ill])
+        assert different(at(got, healthy), at(together, healthy)) == 0
+
+
+def test_duplicates_are_equal(packed):
+    sequences, pool, T, together = packed
+    twice = [sequences[0], sequences[0], sequences[2], sequences[0], sequences[0]]
+    got = run(hopper_forward, [(s, i, 0, len(s.q)) for s, i in zip(twice, (0, 0, 2, 0, 0), strict=True)], pool, T)
+    for rows in pieces(twice)[:2] + pieces(twice)[3:]:
+        assert different(at(got, rows), at(together, np.arange(300))) == 0
+
+
+def test_prefill_may_be_cut_anywhere():
+    n = SPLIT + 200
+    s = Sequence.draw(n, 1, 4, 128, seed=5)
+    pool = Pool.of([s], page=32)
+    whole = run(hopper_forward, [(s, 0, 0, n)], pool)
+    for cut in (1, 15, 16, 127, 128, 129, 1000, SPLIT - 1, SPLIT, SPLIT + 1, n - 1):
+        for kernel in (hopper_forward, hopper_decode):
+            chunks = [run(kernel, [(s, 0, a, b)], pool, T=n) for a, b in ((0, cut), (cut, n))]
+            assert different([np.concatenate(x) for x in zip(*chunks, strict=True)], whole) == 0, (cut, kernel.__name__)
+
+
+def test_no_schedule_reaches_the_bits():
+    n = 2 * SPLIT + 40
+    s = Sequence.draw(n, 2, 4, 128, seed=6)
+    pool = Pool.of([s], page=128)
+    table = hopper_forward.SCHEDULES[128]
+    whole = run(hopper_forward, [(s, 0, 0, n)], pool)
+    for schedule in (
+        dataclasses.replace(table, overlap=False),
+        dataclasses.replace(table, park_in_shared=False, slots=3),
+        dataclasses.replace(table, warpgroups=1),
+    ):
+        assert different(run(hopper_forward, [(s, 0, 0, n)], pool, schedule=schedule), whole) == 0, schedule
+    schedule = hopper_decode.Schedule(pairs=1, slots=4, overlap=False)
+    assert different(run(hopper_decode, [(s, 0, 0, n)], pool, schedule=schedule), whole) == 0
+
+
+def test_the_op_serves_both_kernels_and_a_layer_of_a_stack():
+    s = Sequence.draw(700, 8, 4, 128, seed=7)
+    pool = Pool.of([s], page=16)
+    k, v = (jnp.asarray(np.stack([np.full_like(x, np.nan), x]), jnp.bfloat16) for x in (pool.k_pages, pool.v_pages))
+    attend = jax.jit(functools.partial(op.attention, region="r", impl="hopper"))
+    q = jnp.asarray(s.q, jnp.bfloat16)
+    where = lambda *x: (jnp.asarray(y, jnp.int32) for y in x)  # noqa: E731
+    assert not hopper.few_rows(700, 1, Shape(32, 8, 128, 16)) and hopper.few_rows(1, 1, Shape(32, 8, 128, 16))
+    many = attend(q, k, v, *where([0, 700], [700], pool.tables), layer=jnp.int32(1))
+    few = attend(q[650:651], k, v, *where([0, 1], [651], pool.tables), layer=jnp.int32(1))
+    assert np.array_equal(bits(few[0]), bits(many[650]))
+    assert relative(many, exact(s)) < 4e-3
+
+
+@pytest.mark.parametrize("d", [64, 128])
+def test_error_is_no_larger_than_cudnns(d):
+    s = Sequence.draw(1024, 2, 4, d, seed=d + 1)
+    ours = run(hopper_forward, [(s, 0, 0, 1024)], Pool.of([s], page=128))[0]
+    q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in dataclasses.astuple(s))
+    cudnn = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"))(q, k, v)[0]
+    want = exact(s)
+    assert relative(ours, want) <= 1.02 * relative(cudnn, want)
