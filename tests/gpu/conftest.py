@@ -1,8 +1,9 @@
 """GPU gates: what they ran on and how they ended goes to benchmarks/gpu_gate.json (or $ISOMODEL_GPU_GATE), to be committed.
 
-    ISOMODEL_TEST_GPU=1 pytest tests/gpu -n 6
+    ISOMODEL_TEST_GPU=1 pytest tests/gpu -n 14 --dist loadgroup
 
-A run of some of the tests (`-k`, a path below tests/gpu) writes nothing: the file always speaks of all of them.
+Most of the time goes to compiling kernels, each process its own: tests that share kernels share a process (a group), and
+the groups of whole models, the longest, start first. A run of some of the tests (`-k`, a path below tests/gpu) writes nothing: the file always speaks of all of them.
 """
 
 from __future__ import annotations
@@ -36,6 +37,14 @@ def pytest_sessionstart(session):
 
 
 _START = pytest.StashKey[float]()
+
+
+def pytest_collection_modifyitems(items):
+    ours = [item for item in items if HERE in item.path.parents]
+    for item in ours:
+        if item.get_closest_marker("xdist_group") is None:
+            item.add_marker(pytest.mark.xdist_group(f"{item.path.stem}.{item.originalname}"))
+    items.sort(key=lambda item: item.path.stem != "test_model")  # a stable sort
 
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from isomodel import specs, weights
+from isomodel import cli, specs, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.verify import gates
@@ -58,9 +59,34 @@ def subject(name: str) -> Subject:
     return Subject(cfg, HOPPER, params)
 
 
-@pytest.mark.parametrize("gate", gates.ALL, ids=lambda g: g.__name__)
-@pytest.mark.parametrize("name", ["smollm2", "qwen3-0.6b", "qwen3-8b"])
+MODELS = ("smollm2", "qwen3-0.6b", "qwen3-8b")
+TOGETHER = (
+    (gates.cases, gates.packing),
+    (gates.preemption, gates.shapes),
+    tuple(g for g in gates.ALL if g not in (gates.cases, gates.packing, gates.preemption, gates.shapes)),
+)
+"""Gates that run the same programs, so that one process compiles them once."""
+
+
+@pytest.mark.parametrize(
+    ("name", "gate"),
+    [
+        pytest.param(name, gate, id=f"{name}-{gate.__name__}", marks=pytest.mark.xdist_group(f"{name}.{i}"))
+        for name in MODELS
+        for i, together in enumerate(TOGETHER)
+        for gate in together
+    ],
+)
 def test_gate(name, gate):
     result = gate(subject(name))
     assert result.compared > 0 and result.hazard_fired, result
     assert result.differing == 0, result
+
+
+@pytest.mark.xdist_group("verify")
+def test_verify_prints_zeros_and_a_fresh_process_agrees(tmp_path, capsys):
+    """The command as a user runs it, with the gate that compiles everything again in another process."""
+    config = dataclasses.replace(QWEN3_06B, num_layers=2, vocab_size=4096).to_hf()
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert cli.main(["verify", str(tmp_path), "--random-weights", "0", "--tokens", "4", "--backend", "hopper"]) == 0
+    assert "14 gates: 14 passed, 0 failed" in capsys.readouterr().out
