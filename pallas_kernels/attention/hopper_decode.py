@@ -16,24 +16,19 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import BLOCK, SPLIT, hopper_rows
-from pallas_kernels.attention.hopper_forward import (
+from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
+from pallas_kernels.attention.hopper_walk import (
     LANES,
     PER_SPLIT,
-    ROWS,
-    Deal,
     Memory,
-    Shape,
-    Tile,
     Total,
     Turns,
     copy_q,
-    descending,
     fetch,
     finish,
     full,
     merge,
     q_scratch,
-    tiles,
     walk,
 )
 from pallas_kernels.attention.reference import NEVER

@@ -1,0 +1,353 @@
+"""The walk of one warpgroup over KV blocks: all arithmetic of the op, shared by the kernels of many rows and of few.
+
+FlashAttention-2's online softmax, with a running maximum that is rounded up to a whole number in log2 units, so that every
+rescale is exact. A block whose keys a row does not see adds exact zeros to it, so blocks may be skipped or not.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.experimental.pallas as pl
+import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
+from jax import lax
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, vector
+
+from pallas_kernels import mosaic
+from pallas_kernels.attention import BLOCK, SPLIT
+from pallas_kernels.attention.hopper_tiles import ROWS, Shape, Tile
+from pallas_kernels.attention.reference import NEVER, softmax_scale
+
+PER_SPLIT = SPLIT // BLOCK
+COLUMNS = 8
+"""Columns of the running sum of P: the narrowest slice of a wgmma result."""
+ROW = mosaic.row_layout()
+LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
+"""Layouts as written here, not inferred."""
+
+
+class Total(NamedTuple):
+    """One or more splits, merged."""
+
+    m_M: jax.Array  # maximum, a whole number
+    l_M: jax.Array  # sum of P
+    o_Md: jax.Array
+
+
+class State(NamedTuple):
+    """What one warpgroup carries from block to block: the open split, and what else than O there is of those before it."""
+
+    m_M: jax.Array
+    l_M8: jax.Array  # running sum of P, in 8 columns
+    p_MB: jax.Array  # P of the last block, not yet multiplied by V
+    o_Md: jax.Array
+    before_m_M: jax.Array
+    before_l_M: jax.Array
+
+    def split(self) -> Total:
+        """The open split, as one to merge."""
+        return Total(self.m_M, self.l_M8.sum(axis=1), self.o_Md)
+
+
+def full(value, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
+    """An array of one value, in the layout of a wgmma result or of its rows."""
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA if len(shape) == 2 else ROW)
+
+
+def softmax(s_MB, m_M, l_M8, scale: float, sees_MB=None):
+    """(m, alpha, l, P in fp32) after a block of scores.
+
+    P = 2**(score * scale - m) by one fma and one ex2; m is rounded up to a whole number, so that alpha is a power of two.
+    The sum takes P before its rounding to bf16, 8 columns at a time from the left.
+    """
+    if sees_MB is not None:
+        s_MB = jnp.where(sees_MB, s_MB, -jnp.inf)
+    top_M = mosaic.mul(s_MB.max(axis=1), scale, ROW)
+    new_M = jnp.maximum(m_M, mosaic.ceil(top_M, ROW))
+    alpha_M = mosaic.exp2(m_M - new_M, ROW)
+    p_MB = mosaic.exp2(mosaic.fma(s_MB, scale, mosaic.rows(-new_M, s_MB.shape)))
+    l_M8 = l_M8 * mosaic.rows(alpha_M, l_M8.shape)
+    for i in range(0, BLOCK, COLUMNS):
+        l_M8 = l_M8 + p_MB[:, i : i + COLUMNS]
+    return new_M, alpha_M, l_M8, p_MB
+
+
+def merge(total: Total, part: Total) -> Total:
+    """Two runs of splits, lower positions first. Factors are powers of two, so each product is exact."""
+    m_M = jnp.where(part.l_M == 0, total.m_M, jnp.maximum(total.m_M, part.m_M))
+    a_M, b_M = mosaic.exp2(total.m_M - m_M, ROW), mosaic.exp2(part.m_M - m_M, ROW)
+
+    def pick(x, y, spread):
+        both = x * spread(a_M) + y * spread(b_M)
+        return jnp.where(spread(part.l_M) == 0, x, jnp.where(spread(total.l_M) == 0, y, both))
+
+    wide = functools.partial(mosaic.rows, shape=part.o_Md.shape)
+    return Total(m_M, pick(total.l_M, part.l_M, lambda x: x), pick(total.o_Md, part.o_Md, wide))
+
+
+def finish(total: Total):
+    """(O in bf16, log-sum-exp in log2 units); zeros for a row that sees no key."""
+    some_M = total.l_M > 0
+    inverse_M = jnp.where(some_M, mosaic.div(1.0, total.l_M, ROW), 0.0)
+    lse_M = jnp.where(some_M, total.m_M + mosaic.log2(total.l_M, ROW), 0.0)
+    return (total.o_Md * mosaic.rows(inverse_M, total.o_Md.shape)).astype(jnp.bfloat16), lse_M
+
+
+class Memory(NamedTuple):
+    """Shared memory and barriers of one warpgroup's walk, and where its K and V blocks come from."""
+
+    q_s: jax.Array  # [d / 64, 64, 64]
+    ring_s: jax.Array  # [slots, 128, d]: K and V blocks, in turn
+    ready: jax.Array
+    free: jax.Array
+    barrier0: jax.Array | int = 0  # barriers of slot i are number barrier0 + i
+
+
+def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int):
+    """The producer's part of a walk: blocks [first, last) of a tile's sequence into the ring; returns the new count."""
+
+    def one_block(b, count):
+        pages = [table_g[tile.sequence, b * shape.pages + i] * shape.page + first_row for i in range(shape.pages)]
+        for source in (k_g, v_g):
+            slot = lax.rem(count, slots)
+
+            @pl.when(count >= slots)
+            def _wait(slot=slot):
+                plgpu.barrier_wait(memory.free.at[memory.barrier0 + slot])
+
+            for i, row in enumerate(pages):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(row, shape.page), pl.ds(head * shape.d, shape.d)],
+                    memory.ring_s.at[slot, pl.ds(i * shape.page, shape.page)],
+                    memory.ready.at[memory.barrier0 + slot],
+                )
+            count = count + 1
+        return count
+
+    return lax.fori_loop(first, last, one_block, count)
+
+
+def stay(l_M8) -> None:
+    """Keeps the sum of P, and all that it is computed from, before what follows: ptxas moves arithmetic past a wait for wgmma.
+
+    A store that never happens, as sums are not negative, depends on them; ptxas leaves stores where they are.
+    """
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
+    def emit(_, l_M8):
+        columns = [
+            vector.extract(r, dynamic_position=[], static_position=[i]) for r in l_M8.registers.flat for i in (0, 1)
+        ]
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [functools.reduce(arith.addf, columns)],
+            "{ .reg .pred p; .reg .b32 a; mov.b32 a, 0; setp.lt.f32 p, $0, 0f00000000; @p st.volatile.shared.f32 [a], $0; }",
+            "f",
+            has_side_effects=True,
+        )
+
+    emit(l_M8)
+
+
+class Turns:
+    """Whose turn it is on the tensor core; of one warpgroup, nobody's."""
+
+    def __init__(self, barrier, me, of: int):
+        self.barrier, self.me, self.of = barrier, me, of
+
+    def open(self):
+        """The last warpgroup lets the first one begin."""
+        if self.of > 1:
+
+            @pl.when(self.me == self.of - 1)
+            def _():
+                self.give()
+
+    def take(self):
+        if self.of > 1:
+            plgpu.barrier_wait(self.barrier.at[self.me])
+
+    def give(self):
+        if self.of > 1:
+            plgpu.barrier_arrive(self.barrier.at[lax.rem(self.me + 1, self.of)])
+
+
+def scores(shape: Shape, memory: Memory, acc, slot) -> None:
+    """Issues S = q k^T of one block."""
+    for c in range(shape.d // 64):
+        k_s = memory.ring_s.at[slot, :, pl.ds(64 * c, 64)]
+        plgpu.wgmma(acc, memory.q_s.at[c], k_s.transpose((1, 0)))
+
+
+def clear_unwritten(shape: Shape, v_s, kv_len_in_block) -> None:
+    """Zeros in V's rows past the sequence: P is zero there, but 0 x NaN is NaN. Warpgroups may do it at the same time."""
+    for r in range(0, BLOCK, 64):
+        for c in range(0, shape.d, 64):
+            part = v_s.at[pl.ds(r, 64), pl.ds(c, 64)]
+            row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA) + r
+            part[...] = jnp.where(row < kv_len_in_block, part[...], full(0, (64, 64), jnp.bfloat16))
+    plgpu.commit_smem()
+
+
+def walk(
+    shape: Shape, memory: Memory, turns: Turns, tile: Tile, token0, kv_len, first, last, count, plan, park, next_q
+):
+    """Blocks [first, last) of one warpgroup's rows, merged; and the new count.
+
+    Args:
+      token0: of the tile's tokens, the warpgroup's first.
+      kv_len: of the tile's sequence.
+      first, last: blocks; first < last, and first begins a split.
+      count: blocks that the ring has seen, K and V apart.
+      plan: slots and overlap of a schedule.
+      park: fp32 [64, d], where O of the splits before the open one rests; None if all blocks are of one split.
+      next_q: called when q is done with.
+    """
+    scale, d = softmax_scale(shape.d), shape.d
+    s_acc, o_acc = plgpu.ACC((ROWS, BLOCK), jnp.float32), plgpu.ACC((ROWS, d), jnp.float32)
+
+    def slot_of(count):
+        return lax.rem(count, plan.slots)
+
+    def sees(b):
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, BLOCK), layout=plgpu.Layout.WGMMA)
+        return iota(1) + b * BLOCK <= lax.div(iota(0), shape.G) + (tile.position + token0)
+
+    def parked(state: State) -> Total:
+        before = Total(
+            state.before_m_M,
+            state.before_l_M,
+            plgpu.load(park, layout=plgpu.Layout.WGMMA, optimized=plan.park_in_shared),
+        )
+        return merge(before, state.split())
+
+    def first_scores(acc):
+        plgpu.barrier_wait(memory.ready.at[memory.barrier0 + slot_of(count)])
+        turns.take()
+        scores(shape, memory, acc, slot_of(count))
+        turns.give()
+        return acc[...]
+
+    def one_block(b, carry, masked: bool):
+        count, state = carry
+        # Of block b - 1 the ring holds V, which the slot of its K precedes; then K of block b.
+        v_slot, k_slot = slot_of(count + 1), slot_of(count + 2)
+        m_M, l_M8 = state.m_M, state.l_M8
+        if park is not None:
+            new_split = lax.rem(b, PER_SPLIT) == 0
+            m_M = jnp.where(new_split, full(NEVER, (ROWS,)), m_M)
+            l_M8 = jnp.where(new_split, full(0, (ROWS, COLUMNS)), l_M8)
+
+        def soft(s_MB):
+            return softmax(s_MB, m_M, l_M8, scale, sees(b) if masked else None)
+
+        def together(s_acc, o_acc):
+            o_acc[...] = state.o_Md
+            plgpu.barrier_wait(memory.ready.at[memory.barrier0 + k_slot])
+            turns.take()
+            scores(shape, memory, s_acc, k_slot)
+            plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
+            plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[v_slot])
+            turns.give()
+            s_MB = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
+            # The softmax belongs here, beside P V in flight; that product still reads the old P, so the new one takes its
+            # registers after it.
+            after = lax.optimization_barrier(soft(s_MB))
+            stay(after[2])
+            o_Md = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            plgpu.barrier_arrive(memory.free.at[memory.barrier0 + v_slot])
+            return o_Md, after
+
+        def product(o_acc):
+            o_acc[...] = state.o_Md
+            plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
+            turns.take()
+            plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[v_slot])
+            return o_acc[...]
+
+        def next_scores(s_acc):
+            plgpu.barrier_wait(memory.ready.at[memory.barrier0 + k_slot])
+            scores(shape, memory, s_acc, k_slot)
+            turns.give()
+            return s_acc[...]
+
+        if plan.overlap:
+            o_Md, after = pl.run_scoped(together, s_acc, o_acc)
+        else:
+            o_Md = pl.run_scoped(product, o_acc)
+            plgpu.barrier_arrive(memory.free.at[memory.barrier0 + v_slot])
+            s_MB = pl.run_scoped(next_scores, s_acc)
+            plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
+            after = soft(s_MB)
+        m_M, alpha_M, l_M8, p_MB = after
+        p_MB = p_MB.astype(jnp.bfloat16)
+        before = (state.before_m_M, state.before_l_M)
+
+        def rescaled():
+            return o_Md * mosaic.rows(alpha_M, (ROWS, d)), *before
+
+        def begin_split():
+            total = parked(state._replace(o_Md=o_Md))
+            park[...] = total.o_Md
+            return full(0, (ROWS, d)), total.m_M, total.l_M
+
+        o_Md, *before = rescaled() if park is None else lax.cond(new_split, begin_split, rescaled)
+        return count + 2, State(m_M, l_M8, p_MB, o_Md, *before)
+
+    s_MB = pl.run_scoped(first_scores, s_acc)
+    plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
+    never_M = full(NEVER, (ROWS,))
+    m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale, sees(first))
+    state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), full(0, (ROWS, d)), never_M, full(0, (ROWS,)))
+    # Blocks that every row of the tile sees need no mask.
+    unmasked = jnp.clip(lax.div(tile.position + 1, BLOCK), first + 1, last)
+    carry = lax.fori_loop(first + 1, unmasked, functools.partial(one_block, masked=False), (count, state))
+    count, state = lax.fori_loop(unmasked, last, functools.partial(one_block, masked=True), carry)
+    next_q()
+
+    slot = slot_of(count + 1)
+    plgpu.barrier_wait(memory.ready.at[memory.barrier0 + slot])
+
+    @pl.when(kv_len < last * BLOCK)
+    def _unwritten():
+        clear_unwritten(shape, memory.ring_s.at[slot], kv_len - (last - 1) * BLOCK)
+
+    def last_product(o_acc):
+        o_acc[...] = state.o_Md
+        plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[slot])
+        return o_acc[...]
+
+    state = state._replace(o_Md=pl.run_scoped(last_product, o_acc))
+    plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot])
+    total = state.split()
+    if park is not None:
+        total = Total(*lax.cond(last - first > PER_SPLIT, lambda: tuple(parked(state)), lambda: tuple(total)))
+    return total, count + 2
+
+
+def q_scratch(shape: Shape, warpgroups: int):
+    """Shared memory of the q tiles, twice: as a wgmma sees them, [warpgroups, d / 64, 64, 64], and as a copy does: for each
+    warpgroup and 64 columns [tokens, G, 64], which are the first rows of the 64."""
+    chunks = shape.d // 64
+    part = plgpu.SMEM((shape.tokens, shape.G, 64), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+    gap = ROWS * 64 - -(-shape.tokens * shape.G // 8) * 8 * 64  # parts are aligned to 8 rows
+    parts = [
+        [[part, plgpu.SMEM((gap,), jnp.bfloat16)] if gap else [part] for _ in range(chunks)] for _ in range(warpgroups)
+    ]
+    return plgpu.RefUnion(plgpu.SMEM((warpgroups, chunks, ROWS, 64), jnp.bfloat16, transforms=mosaic.TILED), parts)
+
+
+def copy_q(shape: Shape, q_g, parts, barrier, me, token, head) -> None:
+    """Starts the copy of 64 rows of q from `token` on to the memory of warpgroup `me`."""
+    for w, chunks in enumerate(parts):
+
+        @pl.when(me == w)
+        def _copy(chunks=chunks):
+            for c, (part, *_) in enumerate(chunks):
+                at = (pl.ds(token, shape.tokens), pl.ds(head * shape.G, shape.G), pl.ds(64 * c, 64))
+                plgpu.copy_gmem_to_smem(q_g.at[at], part, barrier)
