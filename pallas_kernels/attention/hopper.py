@@ -13,14 +13,17 @@ import numpy as np
 from pallas_kernels import mosaic, registry
 from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward
 from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
+from pallas_kernels.attention.hopper_tiles import ROWS, Shape
+from pallas_kernels.attention.hopper_walk import COLUMNS
 from pallas_kernels.attention.reference import NEVER, softmax_scale
+from pallas_kernels.attention.schedules import MANY
 
 VERSION = 1
 HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16
 LEAST_PAGE = 8
 """TMA writes tiles of 8 rows."""
-FEW = 2
+FEW_TOKENS = 2
 """Tokens per sequence up to which a call is served split by split."""
 
 
@@ -33,7 +36,7 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "arch": "sm90",
         "operands": str(dtype),
         "accumulate": "float32",
-        "instruction": f"wgmma, {hopper_forward.ROWS} rows, K in order",
+        "instruction": f"wgmma, {ROWS} rows, K in order",
         "block": BLOCK,
         "split": SPLIT,
         "initial_maximum": NEVER,
@@ -41,7 +44,7 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "scale": float(np.float32(softmax_scale(d))).hex(),
         "exp2": "ex2.approx.ftz of fma(score, scale, -maximum)",
         "order": "blocks in order, splits in order",
-        "sum_of_p": f"before rounding, in {hopper_forward.COLUMNS} columns from the left, summed at the end of a split",
+        "sum_of_p": f"before rounding, in {COLUMNS} columns from the left, summed at the end of a split",
         "round": [f"P: {dtype}", "1 / sum: float32", f"O * (1 / sum): {dtype}"],
     }
 
@@ -61,10 +64,10 @@ def unsupported_reason(q_THd, k_pages) -> str | None:
     return None
 
 
-def few_rows(T: int, S: int, shape: hopper_forward.Shape) -> bool:
+def few_rows(T: int, S: int, shape: Shape) -> bool:
     """Whether splits are worth computing in parallel; by static sizes alone."""
-    tiles = T // (hopper_forward.SCHEDULES[shape.d].warpgroups * shape.tokens) + S
-    return T <= FEW * S or tiles * shape.K <= mosaic.SMS
+    tiles = T // (MANY[shape.d].warpgroups * shape.tokens) + S
+    return T <= FEW_TOKENS * S or tiles * shape.K <= mosaic.SMS
 
 
 def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer) -> tuple[jax.Array, jax.Array]:
@@ -77,7 +80,7 @@ def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, laye
         raise registry.Unsupported(f"Hopper attention {reason}")
     *_, N, page, K, d = k_pages.shape
     T, H, _ = q_THd.shape
-    shape = hopper_forward.Shape(H, K, d, page)
+    shape = Shape(H, K, d, page)
     k_Rd, v_Rd = (x.reshape(-1, K * d) for x in (k_pages, v_pages))
     first_row = jnp.zeros((1,), jnp.int32) if layer is None else (layer * (N * page)).astype(jnp.int32).reshape(1)
     few = few_rows(T, kv_len_S.shape[0], shape)

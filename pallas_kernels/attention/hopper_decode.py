@@ -6,8 +6,6 @@ function. What differs is who computes which split, and where the splits' result
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -32,28 +30,12 @@ from pallas_kernels.attention.hopper_walk import (
     walk,
 )
 from pallas_kernels.attention.reference import NEVER
+from pallas_kernels.attention.schedules import FEW, Few
 
 WIDTH = 32
 """Columns of O that one program of the merge takes."""
 AT_ONCE = 4
 """Splits whose parts the merge reads together."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How the kernel of few rows is laid out; reaches no bits."""
-
-    pairs: int  # of a warpgroup that fetches and one that computes, each pair with items of its own
-    slots: int  # K or V blocks of one pair in shared memory
-    overlap: bool  # scores of the next block and P V of this one in flight together
-
-
-SCHEDULES = {
-    64: Schedule(pairs=2, slots=6, overlap=True),
-    128: Schedule(pairs=2, slots=3, overlap=True),
-    256: Schedule(pairs=1, slots=3, overlap=False),
-}
-"""By head_dim."""
 
 
 def items(table_N5, splits: int):
@@ -77,12 +59,10 @@ def items(table_N5, splits: int):
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
-def attention(
-    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Schedule | None = None
-):
+def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Few | None = None):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
     T, H, d = q_THd.shape
-    plan = schedule or SCHEDULES[d]
+    plan = schedule or FEW[d]
     pairs, slots = plan.pairs, plan.slots
     splits = -(-table_SP.shape[1] * shape.page // SPLIT)
     table_N5, tile_count = tiles(q_start_S1, kv_len_S, T, shape.tokens)

@@ -7,8 +7,6 @@ softmax (FlashAttention-3, section 3.1), and a warpgroup's scores of the next bl
 
 from __future__ import annotations
 
-import dataclasses
-
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
@@ -31,30 +29,10 @@ from pallas_kernels.attention.hopper_walk import (
     walk,
 )
 from pallas_kernels.attention.reference import NEVER
+from pallas_kernels.attention.schedules import CONSUMER_REGISTERS, MANY, PRODUCER_REGISTERS, Many
 
 
-@dataclasses.dataclass(frozen=True)
-class Schedule:
-    """How the kernel of many rows is laid out; reaches no bits."""
-
-    warpgroups: int  # that compute
-    slots: int  # K or V blocks in shared memory
-    overlap: bool  # scores of the next block and P V of this one in flight together
-    park_in_shared: bool  # the merged O of earlier splits; otherwise in global memory
-    turns: bool = True
-
-
-SCHEDULES = {
-    64: Schedule(warpgroups=2, slots=8, overlap=True, park_in_shared=True),
-    128: Schedule(warpgroups=2, slots=4, overlap=True, park_in_shared=True),
-    256: Schedule(warpgroups=2, slots=2, overlap=False, park_in_shared=False),
-}
-"""By head_dim."""
-
-
-def attention(
-    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Schedule | None = None
-):
+def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Many | None = None):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]).
 
     Args:
@@ -66,7 +44,7 @@ def attention(
       schedule: None for the table's.
     """
     T, H, d = q_THd.shape
-    plan = schedule or SCHEDULES[d]
+    plan = schedule or MANY[d]
     W, slots = plan.warpgroups, plan.slots
     table_N5, count = tiles(q_start_S1, kv_len_S, T, W * shape.tokens)
     N = table_N5.shape[0]
@@ -87,7 +65,7 @@ def attention(
 
         @pl.when(me == W)
         def _producer():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(PRODUCER_REGISTERS[W], action="decrease")
             memory = Memory(None, ring_s, ready, free)
 
             def one_item(i, count):
@@ -98,7 +76,7 @@ def attention(
 
         @pl.when(me < W)
         def _consumer():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS[W], action="increase")
             turns = Turns(turn, me, W if plan.turns else 1)
             turns.open()
             token0 = me * shape.tokens
