@@ -88,16 +88,21 @@ def rows() -> list[dict]:
     found = []
     for name, (f, arrays, gradients) in work(TRAIN).items():
         run = {impl: functools.partial(f, impl) for impl in ("hopper", "native")}
-        us = {impl: timing.device_us(g, *arrays) for impl, g in run.items()}
+        us = {impl: timing.kernel_us(g, *arrays) for impl, g in run.items()}
         moved = size(arrays, jax.eval_shape(run["hopper"], *arrays))
         found.append(
-            {"id": name, "work": f"{name}, bf16, forward", "ours": moved / us["hopper"] / 1e6, "target": ">= 0.85"}
+            {
+                "id": name,
+                "work": f"{name}, bf16, forward, kernel time",
+                "ours": moved / us["hopper"] / 1e6,
+                "target": ">= 0.85",
+            }
             | against_copy
         )
         found.append(
             {
                 "id": f"{name}-xla",
-                "work": f"{name}, bf16, forward",
+                "work": f"{name}, bf16, forward, kernel time",
                 "metric": "us",
                 "ours": us["hopper"],
                 "baseline": us["native"],
@@ -108,8 +113,8 @@ def rows() -> list[dict]:
         found.append(
             {
                 "id": f"{name}-backward",
-                "work": f"{name}, bf16, backward alone",
-                "ours": moved / timing.device_us(run, *args) / 1e6,
+                "work": f"{name}, bf16, backward alone, kernel time",
+                "ours": moved / timing.kernel_us(run, *args) / 1e6,
             }
             | against_copy
         )
