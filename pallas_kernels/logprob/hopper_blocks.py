@@ -48,6 +48,7 @@ def block_sums(z_MV: jax.Array, inv_temp_M: jax.Array) -> tuple[jax.Array, jax.A
     return max_M, bits_MV.sum(axis=1) - jnp.int32((VOCAB_BLOCK * ONE) % 2**32 - 2**32)
 
 
+@jax.jit
 def block_stats(logits_BV: jax.Array, inv_temp_P: jax.Array) -> tuple[jax.Array, jax.Array]:
     """`block_sums` of every block of every row: (fp32 [blocks, P], int32 [blocks, P]); columns from B on are undefined.
 

@@ -78,6 +78,7 @@ def log(x: jax.Array) -> jax.Array:
     return _fma(k.astype(jnp.float32), LN2, _fma(_mul(f, f), series, f))
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Array, jax.Array]:
     """(log-probability, log-sum-exp), nats, fp32 [P].
 
@@ -95,21 +96,25 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
         rows = pl.ds(lax.axis_index("program") * ROWS, ROWS)
         load = lambda ref: plgpu.load(ref, layout=LAYOUT)  # noqa: E731
 
-        def in_order(first, count, total):
-            found = [(load(max_g.at[first + n, rows]), load(sum_g.at[first + n, rows])) for n in range(count)]
+        start = eighth * per_eighth
+
+        def in_order(i, total):
+            numbers = [i * AHEAD + n for n in range(AHEAD)]
+            at = [start + jnp.minimum(n, per_eighth - 1) for n in numbers]
+            found = [(load(max_g.at[n, rows]), load(sum_g.at[n, rows]).astype(jnp.float32)) for n in at]
+            if per_eighth % AHEAD:  # past the end the last one again, weighing nothing
+                found = [
+                    (m, s * (n < per_eighth).astype(jnp.float32)) for (m, s), n in zip(found, numbers, strict=True)
+                ]
             # Scales are exact: all terms to one exponent first, then only additions wait for one another.
             top = functools.reduce(jnp.maximum, [max_P for max_P, _ in found], total[0])
             sum_P = _mul(total[1], _power(total[0] - top))
-            for term_P in [_mul(sum_P.astype(jnp.float32), _power(max_P - top)) for max_P, sum_P in found]:
+            for term_P in [_mul(sum_P, _power(max_P - top)) for max_P, sum_P in found]:
                 sum_P = _add(sum_P, term_P)
             return top, sum_P
 
-        start = eighth * per_eighth
         total = tuple(plgpu.layout_cast(_full(value), LAYOUT) for value in (FLOOR, 0.0))
-        whole, rest = divmod(per_eighth, AHEAD)
-        total = lax.fori_loop(0, whole, lambda i, total: in_order(start + i * AHEAD, AHEAD, total), total)
-        if rest:
-            total = in_order(start + whole * AHEAD, rest, total)
+        total = lax.fori_loop(0, -(-per_eighth // AHEAD), in_order, total)
         max_s[eighth], sum_s[eighth] = total
         plgpu.barrier_arrive(ready)
 

@@ -100,6 +100,7 @@ def _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B) -> jax.Array:
     return jnp.min(index_SP, axis=0)[:B]
 
 
+@jax.jit
 def _scan(logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[jax.Array, jax.Array]:
     """(best score fp32, its index int32), [shares of the vocabulary, P]."""
     P = inv_temp_P.shape[0]

@@ -1,8 +1,8 @@
 """What survives top-k, top-p and min-p on Hopper: a kernel looks at logits again for each digit of an edge; sums are of
 integers, exact in any order.
 
-An entry's order is its scaled logit as an integer that compares alike, its mass its probability in fixed point. A truncation
-keeps the entries above an edge, and of those at the edge the ones up to an index.
+An entry's order is its scaled logit as an integer that compares alike. Its mass is its probability in fixed point, or 1 where
+entries are counted. A truncation keeps the entries above an edge, and of those at the edge the ones up to an index.
 """
 
 from __future__ import annotations
@@ -33,11 +33,14 @@ class Cut(NamedTuple):
 
 
 class Rows(NamedTuple):
-    """What gives a row's entries their masses: logits [B, V]; inverse temperature and log-sum-exp, fp32 [P]."""
+    """What gives entries their orders and masses: logits [B, V]; for each row, [P], inverse temperature and log-sum-exp
+    (fp32), whether entries are counted (uint32, 0 or 1), and the cut outside of which entries weigh nothing."""
 
     logits_BV: jax.Array
     inv_temp_P: jax.Array
     lse_P: jax.Array
+    counts_P: jax.Array
+    among: Cut
 
 
 def truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B) -> jax.Array:
@@ -46,39 +49,41 @@ def truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B) -> jax.Array:
     pad = lambda x_B, fill: jnp.pad(x_B, (0, -B % ROWS), constant_values=fill)  # noqa: E731
     extra = -B % 8 if B > 8 else 0  # TMA moves tiles of 8 rows
     lse_B = logprob.reduce(logits_BV, jnp.zeros(B, jnp.int32), inv_temp_B)[1]
-    rows = Rows(jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV, pad(inv_temp_B, 1), pad(lse_B, 0))
+    logits_BV = jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV
     top_k_P, top_p_P, min_p_P = pad(top_k_B, 0), pad(top_p_B, 1), pad(min_p_B, 0)
-    everything = Cut(jnp.zeros_like(rows.lse_P, jnp.uint32), jnp.full_like(rows.lse_P, V, jnp.uint32))
+    zeros_P = jnp.zeros(top_k_P.shape, jnp.uint32)
+    everything = Cut(zeros_P, zeros_P + V)
+    rows = Rows(logits_BV, pad(inv_temp_B, 1), pad(lse_B, 0), zeros_P, everything)
 
     def top_k():
         count_P = jnp.where((top_k_P <= 0) | (top_k_P > V), V, top_k_P).astype(jnp.uint32)
-        return _cut(rows, None, count_P)
+        return _cut(rows._replace(counts_P=zeros_P + 1), count_P)
 
     by_k = lax.cond(jnp.any(top_k_P > 0), top_k, lambda: everything)
+    rows = rows._replace(among=by_k)
+    total_P, _, top_P = _at_edge(rows, zeros_P)
 
     def top_p():
-        total_P = _sums(rows, by_k, [everything.edge])[0]
         wanted_P = jnp.ceil(total_P.astype(jnp.float32) * top_p_P).astype(jnp.uint32)
-        cut = _cut(rows, by_k, jnp.clip(wanted_P, 1, total_P))
+        cut = _cut(rows, jnp.clip(wanted_P, 1, total_P))
         return Cut(*(jnp.where(top_p_P >= 1, whole, part) for whole, part in zip(everything, cut, strict=True)))
 
     by_p = lax.cond(jnp.any(top_p_P < 1), top_p, lambda: everything)
-    return _masked(rows, by_k, by_p, min_p_P)[:B]
+    least_P = jnp.ceil(top_P.astype(jnp.float32) * min_p_P).astype(jnp.uint32)
+    return _masked(rows, by_p, least_P)[:B]
 
 
-def _cut(rows: Rows, among: Cut | None, wanted_P: jax.Array) -> Cut:
-    """The smallest set of largest entries whose masses reach `wanted`, ties at the edge by lowest index.
-
-    Masses are those of the entries that `among` keeps; without it each entry weighs 1.
-    """
+@jax.jit
+def _cut(rows: Rows, wanted_P: jax.Array) -> Cut:
+    """The smallest set of largest entries whose masses reach `wanted`, ties at the edge by lowest index."""
     V = rows.logits_BV.shape[1]
-    edge_P = _edge(lambda trials: _sums(rows, among, trials), wanted_P, 32)
-    above_P, tied_P = _at_edge(rows, among, edge_P)
+    edge_P = _edge(lambda trials: _sums(rows, trials), wanted_P, 32)
+    above_P, tied_P, _ = _at_edge(rows, edge_P)
     missing_P = wanted_P - above_P
 
     def ties():
         # Of largest distances from the vocabulary's end.
-        return V - _edge(lambda trials: _sums(rows, among, trials, edge_P), missing_P, V.bit_length())
+        return V - _edge(lambda trials: _sums(rows, trials, edge_P), missing_P, V.bit_length())
 
     # One entry at the edge, as a rule: it stays.
     return Cut(edge_P, lax.cond(jnp.any(tied_P > 1), ties, lambda: jnp.full_like(edge_P, V)))
@@ -131,77 +136,78 @@ def _index(block, shape) -> jax.Array:
     )
 
 
-def _weighed(z_MV, block, inv_temp_M, lse_M, among_M):
-    """(order, mass) of a tile."""
+def _weighed(z_MV, block, inputs):
+    """(order, mass) of a tile; `inputs` are its rows of `_fixed`."""
+    inv_temp_M, lse_M, counts_M, *among_M = inputs
     s_MV, order_MV = _order(z_MV, inv_temp_M)
-    if not among_M:
-        return order_MV, jnp.where(z_MV > -jnp.inf, jnp.uint32(1), jnp.uint32(0))
+    one_MV = jnp.where(z_MV > -jnp.inf, jnp.uint32(1), jnp.uint32(0))
+    mass_MV = jnp.where(mosaic.rows(counts_M, z_MV.shape) > 0, one_MV, _mass(s_MV, lse_M))
     kept_MV = _keeps(order_MV, _index(block, z_MV.shape), *among_M)
-    return order_MV, jnp.where(kept_MV, _mass(s_MV, lse_M), jnp.uint32(0))
+    return order_MV, jnp.where(kept_MV, mass_MV, jnp.uint32(0))
+
+
+FIXED = 5
+
+
+def _fixed(rows: Rows) -> tuple[jax.Array, ...]:
+    """The inputs of a tile that every kernel here takes."""
+    return rows.inv_temp_P, rows.lse_P, rows.counts_P, *rows.among
 
 
 def _blocks(n: int, rows: Rows) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((n, rows.logits_BV.shape[1] // VOCAB_BLOCK, rows.lse_P.shape[0]), jnp.uint32)
 
 
-def _sums(rows: Rows, among: Cut | None, trials: list[jax.Array], edge_P: jax.Array | None = None) -> list[jax.Array]:
+def _sums(rows: Rows, trials: list[jax.Array], edge_P: jax.Array | None = None) -> list[jax.Array]:
     """For each trial, uint32 [P]: the masses of entries whose order is not below it.
 
     With an edge, the entries are those at it, ordered by their distance from the vocabulary's end.
     """
     V = rows.logits_BV.shape[1]
-    fixed = (rows.inv_temp_P, rows.lse_P, *(among or ()), *(() if edge_P is None else (edge_P,)))
+    ties = () if edge_P is None else (edge_P,)
 
     def work(z_MV, at, block, inputs, outputs):
-        (inv_temp_M, lse_M, *more_M), trials_M = inputs[: len(fixed)], inputs[len(fixed) :]
-        order_MV, mass_MV = _weighed(z_MV, block, inv_temp_M, lse_M, more_M[:2] if among else ())
-        if edge_P is not None:
+        order_MV, mass_MV = _weighed(z_MV, block, inputs[:FIXED])
+        trials_M = inputs[FIXED + len(ties) :]
+        if ties:
             end_MV = jnp.uint32(V) - _index(block, z_MV.shape)
-            order_MV = jnp.where(order_MV == mosaic.rows(more_M[-1], z_MV.shape), end_MV, jnp.uint32(0))
+            order_MV = jnp.where(order_MV == mosaic.rows(inputs[FIXED], z_MV.shape), end_MV, jnp.uint32(0))
         for i, trial_M in enumerate(trials_M):
             reached_MV = order_MV >= mosaic.rows(trial_M, z_MV.shape)
             outputs[0][i, block, at] = jnp.where(reached_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
 
-    (sums,) = over_tiles(rows.logits_BV, (*fixed, *trials), (_blocks(len(trials), rows),), work)
+    (sums,) = over_tiles(rows.logits_BV, (*_fixed(rows), *ties, *trials), (_blocks(len(trials), rows),), work)
     return list(jnp.sum(sums, axis=1, dtype=jnp.uint32))
 
 
-def _at_edge(rows: Rows, among: Cut | None, edge_P: jax.Array) -> jax.Array:
-    """uint32 [2, P]: the masses above the edge, how many entries with a mass are at it."""
+@jax.jit
+def _at_edge(rows: Rows, edge_P: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """uint32 [P] each: the masses above the edge, how many entries with a mass are at it, the largest mass."""
 
     def work(z_MV, at, block, inputs, outputs):
-        inv_temp_M, lse_M, edge_M, *among_M = inputs
-        order_MV, mass_MV = _weighed(z_MV, block, inv_temp_M, lse_M, among_M)
-        edge_MV = mosaic.rows(edge_M, z_MV.shape)
+        order_MV, mass_MV = _weighed(z_MV, block, inputs[:FIXED])
+        edge_MV = mosaic.rows(inputs[FIXED], z_MV.shape)
         tied_MV = (order_MV == edge_MV) & (mass_MV > 0)
         outputs[0][0, block, at] = jnp.where(order_MV > edge_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
         outputs[0][1, block, at] = jnp.where(tied_MV, jnp.uint32(1), jnp.uint32(0)).sum(axis=1)
+        outputs[0][2, block, at] = mass_MV.max(axis=1)
 
-    inputs = (rows.inv_temp_P, rows.lse_P, edge_P, *(among or ()))
-    (sums,) = over_tiles(rows.logits_BV, inputs, (_blocks(2, rows),), work)
-    return jnp.sum(sums, axis=1, dtype=jnp.uint32)
+    (found,) = over_tiles(rows.logits_BV, (*_fixed(rows), edge_P), (_blocks(3, rows),), work)
+    above_P, tied_P = jnp.sum(found[:2], axis=1, dtype=jnp.uint32)
+    return above_P, tied_P, jnp.max(found[2], axis=0)
 
 
-def _masked(rows: Rows, by_k: Cut, by_p: Cut, min_p_P: jax.Array) -> jax.Array:
-    """Logits that both cuts keep and that have min_p of the largest entry's mass, -inf in place of the others."""
+def _masked(rows: Rows, by_p: Cut, least_P: jax.Array) -> jax.Array:
+    """Logits that both cuts keep and whose masses are not below `least`, -inf in place of the others."""
     B, V = rows.logits_BV.shape
-    P = rows.lse_P.shape[0]
 
-    def largest(z_MV, at, block, inputs, outputs):
-        inv_temp_M, lse_M = inputs
-        outputs[0][0, block, at] = _mass(_order(z_MV, inv_temp_M)[0], lse_M).max(axis=1)
-
-    (top,) = over_tiles(rows.logits_BV, (rows.inv_temp_P, rows.lse_P), (_blocks(1, rows),), largest)
-    least_P = jnp.ceil(jnp.max(top[0], axis=0).astype(jnp.float32) * min_p_P).astype(jnp.uint32)
-
-    def mask(z_MV, at, block, inputs, outputs):
-        inv_temp_M, lse_M, least_M, k_edge_M, k_last_M, p_edge_M, p_last_M = inputs
-        s_MV, order_MV = _order(z_MV, inv_temp_M)
-        index_MV = _index(block, z_MV.shape)
-        kept_MV = _keeps(order_MV, index_MV, k_edge_M, k_last_M) & _keeps(order_MV, index_MV, p_edge_M, p_last_M)
-        kept_MV &= _mass(s_MV, lse_M) >= mosaic.rows(least_M, z_MV.shape)
+    def work(z_MV, at, block, inputs, outputs):
+        order_MV, mass_MV = _weighed(z_MV, block, inputs[:FIXED])
+        least_M, *cut_M = inputs[FIXED:]
+        kept_MV = _keeps(order_MV, _index(block, z_MV.shape), *inputs[FIXED - 2 : FIXED])
+        kept_MV &= _keeps(order_MV, _index(block, z_MV.shape), *cut_M) & (mass_MV >= mosaic.rows(least_M, z_MV.shape))
         outputs[0][at, pl.ds(block * VOCAB_BLOCK, VOCAB_BLOCK)] = jnp.where(kept_MV, z_MV, -jnp.inf)
 
-    inputs = (rows.inv_temp_P, rows.lse_P, least_P, *by_k, *by_p)
-    (kept_PV,) = over_tiles(rows.logits_BV, inputs, (jax.ShapeDtypeStruct((P, V), jnp.float32),), mask)
+    out_type = (jax.ShapeDtypeStruct((rows.lse_P.shape[0], V), jnp.float32),)
+    (kept_PV,) = over_tiles(rows.logits_BV, (*_fixed(rows), least_P, *by_p), out_type, work)
     return kept_PV[:B]
