@@ -11,8 +11,8 @@ import dataclasses
 from pallas_kernels.attention import BLOCK
 from pallas_kernels.attention.hopper_tiles import ROWS
 
-PRODUCER_REGISTERS = {1: 40, 2: 40, 3: 32}
-CONSUMER_REGISTERS = {1: 232, 2: 232, 3: 160}
+PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
+CONSUMER_REGISTERS = {1: 232, 2: 240, 3: 160}
 """A thread's, by warpgroups that compute: with one warpgroup that fetches they share 65,536."""
 SHARED_BYTES = 224 * 1024
 """Shared memory of one program, less 3 KB for barriers and for Mosaic."""
