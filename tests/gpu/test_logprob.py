@@ -16,7 +16,6 @@ from pallas_kernels.logprob import hopper, hopper_blocks, hopper_combine
 from pallas_kernels.weight import Weight
 
 T, D = 4096, 320
-VOCABULARIES = (1000, 32000, 49152, 151936)
 
 
 @functools.cache
@@ -61,20 +60,18 @@ def picked(V: int, pick) -> tuple[jax.Array, ...]:
     return x[pick], w, targets[pick], inv_temp[pick]
 
 
-@pytest.mark.parametrize("V", VOCABULARIES)
+@pytest.mark.parametrize("V", [1000, 49152, 151936])
 def test_decode_has_the_bits_of_training(V):
     """At other places and in other numbers, so that a row lies in other tiles of other kernels."""
     assert np.isfinite(whole(V)).all() and (whole(V) <= 0).all()
-    for n in (8, 257):
+    for n in (1, 8, 257) if V == 1000 else (257,):
         pick = np.random.default_rng(n).permutation(T)[:n]
         assert differ(decode(*picked(V, pick)), whole(V)[pick]) == 0, n
 
 
-def test_one_row_and_ragged_numbers_of_rows():
-    for n in (1, 100):
-        pick = np.random.default_rng(n).permutation(T)[:n]
-        assert differ(train(*picked(1000, pick)), whole(1000)[pick]) == 0, n
-        assert differ(decode(*picked(1000, pick)), whole(1000)[pick]) == 0, n
+def test_a_ragged_number_of_rows():
+    pick = np.random.default_rng(100).permutation(T)[:100]
+    assert differ(train(*picked(1000, pick)), whole(1000)[pick]) == 0
 
 
 def test_nan_in_the_neighbours_duplicates_and_one_changed_logit():
@@ -97,7 +94,6 @@ def test_nan_in_the_neighbours_duplicates_and_one_changed_logit():
 
 
 SCHEDULES = [
-    Schedule(256, 128),
     Schedule(128, 256, split="n", steps=3),
     Schedule(128, 256, cluster=(1, 2), band=3, band_of="n", in_flight=0),
 ]
