@@ -132,3 +132,15 @@ def row_layout(layout=plgpu.Layout.WGMMA):
 def rows(x_M: jax.Array, shape: tuple[int, int]) -> jax.Array:
     """x [M] spread over the columns of [M, N]."""
     return lax.broadcast_in_dim(x_M, shape, [0])
+
+
+def after_last_kernel() -> None:
+    """Waits until the kernels before this one have finished and their results can be read; lets the next kernel start.
+
+    A kernel that calls this is launched while the one before it runs ("programmatic dependent launch"): what comes before the
+    call overlaps with it, and may neither write global memory nor rely on what it reads there. One warpgroup calls it for all
+    that it then feeds.
+    """
+    if not interpreting():
+        plgpu.griddepcontrol_wait()
+        plgpu.griddepcontrol_launch_dependents()
