@@ -41,15 +41,9 @@ def _embed_fwd(impl, tokens_T, value_VD, master_VD):
 
 
 def _embed_bwd(impl, saved, dy_TD):
-    """Rows of one token are summed in the order of the batch (a stable sort), in fp32."""
+    """Rows of one token are summed in the order of the batch, in fp32."""
     tokens_T, facts, to_master = saved
-    if impl == "hopper":
-        dw_VD = registry.implementation("embed", impl).embed_backward(tokens_T, dy_TD, facts.shape[0])
-        return (None, None, dw_VD) if to_master else (None, dw_VD.astype(facts.dtype), None)
-    order_T = jnp.argsort(tokens_T, stable=True)
-    dw_VD = jax.ops.segment_sum(
-        dy_TD.astype(jnp.float32)[order_T], tokens_T[order_T], num_segments=facts.shape[0], indices_are_sorted=True
-    )
+    dw_VD = registry.implementation("embed", impl).embed_backward(tokens_T, dy_TD, facts.shape[0])
     return (None, None, dw_VD) if to_master else (None, dw_VD.astype(facts.dtype), None)
 
 
