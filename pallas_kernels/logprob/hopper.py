@@ -39,7 +39,7 @@ def entry(V8: int) -> dict:
         "order": f"integers in a block, blocks in order in an eighth, tree({EIGHTHS}) over eighths",
         "accumulate": "float32",
         "log": [x.hex() for x in (NATS_HIGH, NATS_LOW, LN2, *LOG1P)],
-        "result": "target * inv_temp - maximum / log2e - log(sum)",
+        "result": "(target * inv_temp - maximum / log2e) - log(sum)",
         "clamp": "<= 0",
     }
 

@@ -125,11 +125,11 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
             while len(sums) > 1:
                 sums = [_join(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
             ((top_P, sum_P),) = sums
-            log_P = log(_mul(sum_P, 2.0**-FIXED_POINT_BITS))
+            # What is small first: only two roundings are of the result's size.
+            low_P = _fma(top_P, NATS_LOW, log(_mul(sum_P, 2.0**-FIXED_POINT_BITS)))
             target_P = _mul(load(target_g.at[rows]), load(inv_temp_g.at[rows]))
-            above_P = _fma(-top_P, NATS_LOW, _fma(-top_P, NATS_HIGH, target_P))
-            logprob_g[rows] = jnp.minimum(_add(above_P, -log_P), 0.0)
-            lse_g[rows] = _fma(top_P, NATS_HIGH, _fma(top_P, NATS_LOW, log_P))
+            logprob_g[rows] = jnp.minimum(_add(_fma(-top_P, NATS_HIGH, target_P), -low_P), 0.0)
+            lse_g[rows] = _fma(top_P, NATS_HIGH, low_P)
 
     return mosaic.kernel(
         body,

@@ -74,7 +74,7 @@ def test_tokens_are_the_gumbel_maximum():
     assert same([lp[~greedy]], [contract[~greedy]]), "nothing is truncated: the contract's log-probability"
     for other in ((keys + np.uint32(1), positions), (keys, positions + 1)):
         changed = np.asarray(draw(z, *other, *requests()[3:])[0]) != tokens
-        assert changed[~greedy].mean() > 0.9 and not changed[greedy].any(), "the control: another seed or position"
+        assert changed[~greedy].mean() > 0.5 and not changed[greedy].any(), "the control: another seed or position"
 
 
 def test_ties_and_frequencies():
