@@ -1,0 +1,184 @@
+"""GEMM of few tokens on layers of a stack, as decode runs it: each kernel's own time, a layer in a loop, what leaves would give.
+
+`python -m benchmarks.kernels.gemm_small` prints the rows; with `tune`, the time of every candidate for each bucket of
+pallas_kernels/gemm/hopper_small.py's TABLE, after a check that its bits are the canonical schedule's.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.kernels import timing
+from benchmarks.kernels.tune_gemm import BitsDiffer, wide
+from pallas_kernels import environment
+from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
+
+LAYER = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 8), "gate_up": (24576, 4096, 1), "down": (4096, 12288, 8)}
+"""N, K and leaves of the GEMMs of one Qwen3-8B layer."""
+LAYERS = {"qkv": 8, "o": 8, "gate_up": 4, "down": 4}
+"""Layers of a stack: none is still in the L2 cache when its turn comes again."""
+TRIPS = 48
+WITH_LEAVES = {"qkv": (6144, (1, 2, 4)), "qkv of TP 8": (768, (1, 4, 8))}
+"""N and leaves of column-parallel GEMMs, K 4096, as they are and as they would be."""
+
+
+def stack(L: int, N: int, K: int) -> jax.Array:
+    """[L, N, K] bf16."""
+    return jax.jit(lambda key: jax.random.normal(key, (L, N, K), jnp.bfloat16) * jnp.bfloat16(0.02))(jax.random.key(1))
+
+
+def kernel_us(T: int, w_LNK: jax.Array, leaves: int, schedule: Schedule | None = None) -> float:
+    """Median time of the kernel over layers of a stack, by CUPTI: without the gap before it."""
+    L, N, K = w_LNK.shape
+    x_TK = jax.random.normal(jax.random.key(2), (T, K), jnp.bfloat16)
+
+    def loop(x_TK, w_LNK):
+        multiply = lambda i, _: small_gemm(x_TK, w_LNK, lax.rem(i, L), leaves, jnp.bfloat16, schedule=schedule)  # noqa: E731
+        return lax.fori_loop(0, TRIPS, multiply, jnp.zeros((T, N), jnp.bfloat16))
+
+    _, kernels = profiler.measure(jax.jit(loop), aggregate=False)(x_TK, w_LNK)
+    return statistics.median(ms for name, ms in kernels if "mosaic" in name) * 1e3
+
+
+def library_us(T: int) -> dict[str, float]:
+    """The same of XLA's dot on plain matrices, whose slices of a stack would be copies."""
+    found = {}
+    for name, (N, K, _) in LAYER.items():
+        weights = list(stack(4, N, K))
+        x_TK = jax.random.normal(jax.random.key(2), (T, K), jnp.bfloat16)
+        dots = jax.jit(lambda x, *weights: [jnp.dot(x, w.T) for w in weights])
+        found[name] = timing.kernel_us(dots, x_TK, *weights) / len(weights)
+    return found
+
+
+def layer_us(T: int) -> float:
+    """Time of one layer's four GEMMs in a loop over layers of stacks, gaps and loop counters with them."""
+    weights = [stack(4, N, K) for N, K, _ in LAYER.values()]
+    xs = [jax.random.normal(jax.random.key(2), (T, K), jnp.bfloat16) for _, K, _ in LAYER.values()]
+
+    def step(i, ys, weights, xs):
+        del ys
+        operands = zip(xs, weights, LAYER.values(), strict=True)
+        return [small_gemm(x, w, lax.rem(i, 4), leaves, jnp.bfloat16) for x, w, (_, _, leaves) in operands]
+
+    ys = [jnp.zeros((T, N), jnp.bfloat16) for N, _, _ in LAYER.values()]
+    return timing.loop_us(step, ys, weights, xs, trips=72)
+
+
+def rows() -> list[dict]:
+    """One row a measurement (benchmarks.report.record's fields)."""
+    copy = timing.copy_bandwidth() / 1e12
+    memory = {"baseline": copy, "baseline_name": "a large copy, bytes read and written", "metric": "TB/s of the weights"}
+    command = [sys.executable, "-m", "benchmarks.kernels.gemm_small", "library"]
+    env = environment.environ_for("native") | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr[-3000:])
+    library = json.loads(done.stdout.splitlines()[-1])
+    found = []
+    for name, (N, K, leaves) in LAYER.items():
+        w_LNK = stack(LAYERS[name], N, K)
+        for T in (8, 64):
+            found.append(
+                {
+                    "id": f"gemm-kernel-{T}-tokens-{name}",
+                    "work": f"{T} tokens, {name} {N}x{K} of a stack, the kernel alone",
+                    "ours": N * K * 2 / kernel_us(T, w_LNK, leaves) / 1e6,
+                    "target": ">= 0.75",
+                }
+                | memory
+            )
+        found.append(
+            {
+                "id": f"gemm-kernel-256-tokens-{name}",
+                "work": f"256 tokens, {name} {N}x{K} of a stack, the kernel alone",
+                "metric": "us",
+                "ours": kernel_us(256, w_LNK, leaves),
+                "baseline": library[name],
+                "baseline_name": "XLA dot (cuBLAS) on a plain matrix, XLA's default flags",
+                "target": "<= 1",
+            }
+        )
+    size = sum(N * K * 2 for N, K, _ in LAYER.values())
+    found.append(
+        {
+            "id": "gemm-64-tokens-layer",
+            "work": "64 tokens, the four GEMMs of a Qwen3-8B layer, in a loop over a stack on the device",
+            "ours": size / layer_us(64) / 1e6,
+            "target": ">= 0.75",
+        }
+        | memory
+    )
+    for name, (N, choices) in WITH_LEAVES.items():
+        w_LNK = stack(8 if N > 1024 else 64, N, 4096)
+        for leaves in choices:
+            found.append(
+                {
+                    "id": f"gemm-leaves-{leaves}-{name.replace(' ', '-')}",
+                    "work": f"64 tokens, {name} {N}x4096 of a stack with {leaves} leaves, the kernel alone",
+                    "metric": "us",
+                    "ours": kernel_us(64, w_LNK, leaves),
+                }
+            )
+    return found
+
+
+def candidates(T: int, leaves: int) -> list[Schedule]:
+    """Schedules worth a measurement at T tokens."""
+    tokens = max(8, 1 << (T - 1).bit_length())
+    found = [
+        Schedule(rows, width, k_tile, 20, split, join, programs)
+        for rows in (64, 128, 192)
+        for width in {tokens, min(tokens, 128)}
+        for k_tile in (64, 128)
+        for split in ((1,) if leaves == 1 else (1, 2, 4, 8))
+        for join in ((1, 2) if tokens > width else (1,))
+        for programs in ((0, 132 // join) if split == 1 else (0,))
+    ]
+    return [s for s in found if s.rows * s.tokens <= 128 * 256]
+
+
+def check(schedule: Schedule, leaves: int) -> None:
+    """Raises BitsDiffer if an element differs from that of one plain schedule."""
+    T, plain = schedule.tokens * schedule.join, Schedule(64, 64, 64, 2)
+    x_TK, w_NK = wide(jax.random.key(0), T, 2048), wide(jax.random.key(1), 1096, 2048)
+    got, want = (
+        jax.jit(lambda x, w, s=s: small_gemm(x, w, None, leaves, jnp.float32, schedule=s))(x_TK, w_NK).view(jnp.int32)
+        for s in (schedule, plain)
+    )
+    if differ := int((got != want).sum()):
+        raise BitsDiffer(f"{schedule}, {leaves} leaves: {differ} of {got.size} elements differ")
+
+
+def tune() -> None:
+    """Prints the time of each candidate, the fastest first."""
+    for name, (N, K, leaves) in LAYER.items():
+        w_LNK = stack(LAYERS[name], N, K)
+        for T in (8, 16, 32, 64, 128, 256):
+            times = {}
+            for schedule in candidates(T, leaves):
+                try:
+                    check(schedule, leaves)
+                    times[schedule] = kernel_us(T, w_LNK, leaves, schedule)
+                except ValueError:  # shapes or shared memory that it does not fit
+                    continue
+            for schedule, us in sorted(times.items(), key=lambda item: item[1])[:5]:
+                print(f"{name} {T} tokens: {us:.1f} us {schedule}", flush=True)
+
+
+if __name__ == "__main__":
+    match sys.argv[1:]:
+        case ["library"]:
+            print(json.dumps(library_us(256)))
+        case ["tune"]:
+            tune()
+        case _:
+            print(json.dumps(rows(), indent=1))
