@@ -119,7 +119,9 @@ def test_every_schedule_lowers(order, tokens):
         assert "mosaic_gpu" in lowered(schedule.tokens * schedule.join, 1096, 2048, leaves, out_dtype, schedule)
 
 
-@pytest.mark.parametrize("T, N, K, leaves", [(1, 960, 576, 1), (7, 576, 1536, 8), (9, 8, 64, 1), (65, 24, 128, 2), (200, 24576, 4096, 1)])
+@pytest.mark.parametrize(
+    "T, N, K, leaves", [(1, 960, 576, 1), (7, 576, 1536, 8), (9, 8, 64, 1), (65, 24, 128, 2), (200, 24576, 4096, 1)]
+)
 def test_the_table_serves_any_shape(T, N, K, leaves):
     assert "mosaic_gpu" in lowered(T, N, K, leaves, jnp.float32)
 
