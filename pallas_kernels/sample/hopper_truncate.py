@@ -77,35 +77,33 @@ def truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B) -> jax.Array:
 def _cut(rows: Rows, wanted_P: jax.Array) -> Cut:
     """The smallest set of largest entries whose masses reach `wanted`, ties at the edge by lowest index."""
     V = rows.logits_BV.shape[1]
-    edge_P = _edge(lambda trials: _sums(rows, trials), wanted_P, 32)
+    edge_P = _edge(rows, None, wanted_P, 32)
     above_P, tied_P, _ = _at_edge(rows, edge_P)
     missing_P = wanted_P - above_P
 
     def ties():
         # Of largest distances from the vocabulary's end.
-        return V - _edge(lambda trials: _sums(rows, trials, edge_P), missing_P, V.bit_length())
+        return V - _edge(rows, edge_P, missing_P, V.bit_length())
 
     # One entry at the edge, as a rule: it stays.
     return Cut(edge_P, lax.cond(jnp.any(tied_P > 1), ties, lambda: jnp.full_like(edge_P, V)))
 
 
-def _edge(sums, wanted_P: jax.Array, bits: int) -> jax.Array:
+def _edge(rows: Rows, tied_P: jax.Array | None, wanted_P: jax.Array, bits: int) -> jax.Array:
     """uint32 [P]: the largest edge such that the masses of entries not below it reach `wanted`; digit by digit from above.
 
-    `sums` gives, for a list of edges, these masses.
+    With `tied`, the entries are those of this order, and their order is their distance from the vocabulary's end.
     """
     digits = -(-bits // DIGIT)
 
     def refine(i, edge_P):
         shift = ((digits - 1 - i) * DIGIT).astype(jnp.uint32)
-        trials = [edge_P | (jnp.uint32(digit) << shift) for digit in range(1, 1 << DIGIT)]
-        if digits * DIGIT > 32:  # the first digit is shorter: what is shifted out would be tried again
-            fits = [(jnp.uint32(digit) << shift) >> shift == digit for digit in range(1, 1 << DIGIT)]
-        else:
-            fits = [True] * len(trials)
+        mass_nP = _sums(rows, edge_P, jnp.broadcast_to(shift, edge_P.shape), tied_P)
+        digit_n = jnp.arange(1, 1 << DIGIT, dtype=jnp.uint32)
+        fits_n = (digit_n << shift) >> shift == digit_n  # the first digit of 32 bits is shorter
         # Of ever larger edges the first few are reached.
-        reached = [(mass_P >= wanted_P) & fit for mass_P, fit in zip(sums(trials), fits, strict=True)]
-        return edge_P | (sum(r.astype(jnp.uint32) for r in reached) << shift)
+        reached_P = jnp.sum((mass_nP >= wanted_P) & fits_n[:, None], axis=0, dtype=jnp.uint32)
+        return edge_P | (reached_P << shift)
 
     return lax.fori_loop(0, digits, refine, jnp.zeros_like(wanted_P))
 
@@ -158,26 +156,26 @@ def _blocks(n: int, rows: Rows) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct((n, rows.logits_BV.shape[1] // VOCAB_BLOCK, rows.lse_P.shape[0]), jnp.uint32)
 
 
-def _sums(rows: Rows, trials: list[jax.Array], edge_P: jax.Array | None = None) -> list[jax.Array]:
-    """For each trial, uint32 [P]: the masses of entries whose order is not below it.
-
-    With an edge, the entries are those at it, ordered by their distance from the vocabulary's end.
-    """
+def _sums(rows: Rows, edge_P: jax.Array, shift_P: jax.Array, tied_P: jax.Array | None) -> jax.Array:
+    """uint32 [2^DIGIT - 1, P]: for each digit but 0, put into the edge at `shift`, the masses of entries not below it."""
     V = rows.logits_BV.shape[1]
-    ties = () if edge_P is None else (edge_P,)
+    digits = range(1, 1 << DIGIT)
+    ties = () if tied_P is None else (tied_P,)
 
     def work(z_MV, at, block, inputs, outputs):
         order_MV, mass_MV = _weighed(z_MV, block, inputs[:FIXED])
-        trials_M = inputs[FIXED + len(ties) :]
-        if ties:
+        edge_M, shift_M, *tied_M = inputs[FIXED:]
+        for x_M in tied_M:
             end_MV = jnp.uint32(V) - _index(block, z_MV.shape)
-            order_MV = jnp.where(order_MV == mosaic.rows(inputs[FIXED], z_MV.shape), end_MV, jnp.uint32(0))
-        for i, trial_M in enumerate(trials_M):
+            order_MV = jnp.where(order_MV == mosaic.rows(x_M, z_MV.shape), end_MV, jnp.uint32(0))
+        for digit in digits:
+            trial_M = edge_M | (jnp.full(edge_M.shape, digit, jnp.uint32) << shift_M)
             reached_MV = order_MV >= mosaic.rows(trial_M, z_MV.shape)
-            outputs[0][i, block, at] = jnp.where(reached_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
+            outputs[0][digit - 1, block, at] = jnp.where(reached_MV, mass_MV, jnp.uint32(0)).sum(axis=1)
 
-    (sums,) = over_tiles(rows.logits_BV, (*_fixed(rows), *ties, *trials), (_blocks(len(trials), rows),), work)
-    return list(jnp.sum(sums, axis=1, dtype=jnp.uint32))
+    inputs = (*_fixed(rows), edge_P, shift_P, *ties)
+    (sums,) = over_tiles(rows.logits_BV, inputs, (_blocks(len(digits), rows),), work)
+    return jnp.sum(sums, axis=1, dtype=jnp.uint32)
 
 
 @jax.jit
