@@ -1,8 +1,8 @@
 """GEMM for at most 256 tokens on Hopper: weights are the M operand of wgmma and tokens its N operand.
 
 Such a GEMM is bound by the bytes of its weight, so a schedule is a way to keep loads of all SMs in flight: how many weight
-rows a program takes, whether the leaves of a tree are shared out over a cluster, who loads x for whom. None of it reaches
-the bits: each leaf of an element is one chain of wgmma over its K in order, whatever the shape of the instruction, and
+rows a program takes, whether the leaves of a tree are shared out over a cluster, who loads for whom. None of it reaches the
+bits: each leaf of an element is one chain of wgmma over its K in order, whatever the shape of the instruction, and
 leaves meet in one balanced tree of fp32 additions.
 """
 
@@ -81,7 +81,11 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
         for tokens, stages in _STAGES.items()
     },
     ("chain", 128): ((132, Schedule(64, 128, 64, 7)), (0, Schedule(64, 128, 64, 7, programs=132))),
-    ("chain", 256): ((33, Schedule(64, 64, 128, 6)), (0, Schedule(128, 128, 64, 6, join=2, programs=66))),
+    ("chain", 256): (
+        (33, Schedule(64, 64, 128, 6)),
+        (66, Schedule(64, 128, 64, 7, join=2)),
+        (0, Schedule(128, 128, 64, 6, join=2, programs=66)),
+    ),
     **{
         ("tree", tokens): (
             (12, Schedule(64, tokens, 128, stages, split=8)),
@@ -121,11 +125,6 @@ def schedule_for(T: int, N: int, K: int, leaves: int) -> Schedule:
     if K // leaves % s.k_tile:
         s = dataclasses.replace(s, k_tile=64, stages=s.stages * s.k_tile // 64)
     return dataclasses.replace(s, split=min(s.split, leaves))
-
-
-def every_schedule() -> list[Schedule]:
-    """All that the table holds."""
-    return list(dict.fromkeys(schedule for entries in TABLE.values() for _, schedule in entries))
 
 
 def fitted(s: Schedule, leaves: int, out_dtype) -> Schedule:
@@ -297,11 +296,7 @@ def small_gemm(
                         full.at[slot],
                         collective_axes="block" if join > 1 else None,
                     )
-                    plgpu.copy_gmem_to_smem(
-                        x_g.at[pl.ds(first_token, s.tokens), at_k],
-                        x_s.at[slot],
-                        full.at[slot],
-                    )
+                    plgpu.copy_gmem_to_smem(x_g.at[pl.ds(first_token, s.tokens), at_k], x_s.at[slot], full.at[slot])
                     return carry
 
                 def drain(i, carry):
