@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from pallas_kernels import registry
-from pallas_kernels.gemm import hopper_large, schedules
+from pallas_kernels.gemm import hopper_large, hopper_small, schedules
 
 VERSION = 1
 LOAD_ROWS = 8
@@ -67,7 +67,10 @@ def gemm(
         )
     extra = -T % LOAD_ROWS if T > LOAD_ROWS else 0
     x_PK = jnp.pad(x_TK, ((0, extra), (0, 0))) if extra else x_TK
-    schedule = schedules.large(T, width, K, leaves)
-    epilogue = hopper_large.store(T + extra, N, leaves, out_dtype, schedule, width, fill)
-    (y_PN,) = hopper_large.matmul(x_PK, value, layer, leaves, width, epilogue, schedule)
+    if schedules.is_few(T, width, leaves):
+        y_PN = hopper_small.small_gemm(x_PK, value, layer, leaves, out_dtype, columns=width, fill=fill)
+    else:
+        schedule = schedules.large(T, width, K, leaves)
+        epilogue = hopper_large.store(T + extra, N, leaves, out_dtype, schedule, width, fill)
+        (y_PN,) = hopper_large.matmul(x_PK, value, layer, leaves, width, epilogue, schedule)
     return y_PN[:T] if extra else y_PN

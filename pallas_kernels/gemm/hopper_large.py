@@ -41,8 +41,8 @@ from pallas_kernels.gemm.schedules import Schedule
 
 STEP = 64
 """K of one step of the ring: 128 bytes of bf16, one swizzled row."""
-LOADER_REGISTERS = 40
-CONSUMER_REGISTERS = {2: 232, 3: 160}
+LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+"""Of a thread; for the three warpgroups together no more than 512, or they would wait for each other for ever."""
 TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 """As mosaic.TILED, for 4-byte values: rows are multiples of 32 long."""
 
@@ -80,14 +80,15 @@ def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: 
     """The plain epilogue: rounds once to `out_dtype` and stores [T, filled_N]; columns N.. are `fill`."""
     wg_m, wg_n = schedule.warpgroup_tile
     width = filled_N or N
-    columns = 128 // jnp.dtype(out_dtype).itemsize  # one swizzled row
+    itemsize = jnp.dtype(out_dtype).itemsize
+    columns = math.gcd(128 // itemsize, wg_n)  # one swizzled row
     # TMA stores whole tiles of the layout in shared memory: a ragged width needs the narrowest.
-    narrow = width % columns != 0
-    tiling = (plgpu.TilingTransform((8, 8)),) if narrow else (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(128))
+    wide = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize))
+    tiling = (plgpu.TilingTransform((8, 8)),) if width % columns else wide
     chunks = wg_m // 64 * (wg_n // columns)
     slots = min(2, chunks)
     # Where the scratch is a partial's memory too, each consumer's share of both is the same bytes.
-    allocated = 4 * wg_m * wg_n // (64 * 128) if waiting_levels(leaves, schedule)[0] else slots
+    allocated = 4 * wg_m * wg_n // (64 * columns * itemsize) if waiting_levels(leaves, schedule)[0] else slots
 
     def run(acc_mn, tile, inputs, outputs, scratch):
         del inputs
@@ -137,9 +138,7 @@ def matmul(
     per_tile = per_leaf * leaves
     across = (-(-T // (s.tile_m * s.cluster[0])), -(-columns // (s.tile_n * s.cluster[1])))
     clustered = math.prod(s.cluster) > 1
-    # Clusters of 4 do not fill the GPU's groups of 16 and 18 SMs; one more cluster than fits at a time would run by itself.
-    clusters = mosaic.SMS // math.prod(s.cluster) if math.prod(s.cluster) < 4 else mosaic.SMS // 4 - 1
-    programs = min(clusters, math.prod(across))
+    programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
     near, far = waiting_levels(leaves, s)
 
     def body(x_g, w_g, *refs):
@@ -163,19 +162,20 @@ def matmul(
                 m, n = m * s.cluster[0] + lax.axis_index("cm"), n * s.cluster[1] + lax.axis_index("cn")
             return m * s.tile_m, n * s.tile_n
 
+        def after(slot):
+            # A remainder by what is no power of two would take longer than the products of a step.
+            return lax.select(slot == s.steps - 1, jnp.int32(0), slot + 1)
+
         @pl.when(wg == s.consumers)
         def _load():
             plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
             lead = () if layer_g is None else (layer_g[0],)
 
-            def tile(i, _):
+            def tile(i, slot):
                 row, col = origin(i)
 
-                def step(j, _):
-                    k = i * per_tile + j
-                    slot = lax.rem(k, s.steps)
-
-                    @pl.when(k >= s.steps)
+                def step(j, slot):
+                    @pl.when(i * per_tile + j >= s.steps)
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
@@ -192,11 +192,11 @@ def matmul(
                         full.at[slot],
                         collective_axes="cm" if s.cluster[0] > 1 else None,
                     )
-                    return None
+                    return after(slot)
 
-                return lax.fori_loop(0, per_tile, step, None)
+                return lax.fori_loop(0, per_tile, step, slot)
 
-            lax.fori_loop(0, count, tile, None)
+            lax.fori_loop(0, count, tile, jnp.int32(0))
             total = count * per_tile
 
             def drain(k, _):  # a program must outlive what its cluster sends to it
@@ -207,33 +207,35 @@ def matmul(
 
         @pl.when(wg < s.consumers)
         def _multiply():
-            plgpu.set_max_registers(CONSUMER_REGISTERS[s.consumers], action="increase")
+            plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             mine = pl.ds(wg * (wg_m if s.split == "m" else wg_n), wg_m if s.split == "m" else wg_n)
 
-            def chain(first):
-                """The chain over the K-steps from `first` on, [wg_m, wg_n] in registers."""
+            def chain(slot):
+                """The chain over one leaf's K-steps from `slot` on, [wg_m, wg_n] in registers, and the slot after them."""
 
                 def run(acc):
-                    def multiply(k):
-                        slot = lax.rem(k, s.steps)
+                    def multiply(slot):
                         plgpu.barrier_wait(full.at[slot])
                         x_mk = xs.at[slot, mine] if s.split == "m" else xs.at[slot]
                         w_nk = ws.at[slot, mine] if s.split == "n" else ws.at[slot]
                         plgpu.wgmma(acc, x_mk, w_nk.transpose((1, 0)))
 
-                    def step(j, _):
-                        multiply(first + j)
+                    def step(_, slots):
+                        slot, before = slots
+                        multiply(slot)
                         plgpu.wgmma_wait(s.in_flight)
-                        plgpu.barrier_arrive(empty.at[lax.rem(first + j - s.in_flight, s.steps)])
-                        return None
+                        plgpu.barrier_arrive(empty.at[before if s.in_flight else slot])
+                        return after(slot), slot
 
-                    for j in range(s.in_flight):
-                        multiply(first + j)
-                    lax.fori_loop(s.in_flight, per_leaf, step, None)
+                    slots = slot, slot
+                    if s.in_flight:
+                        multiply(slot)
+                        slots = after(slot), slot
+                    end, before = lax.fori_loop(s.in_flight, per_leaf, step, slots)
                     plgpu.wgmma_wait(0)
-                    for j in range(s.in_flight):
-                        plgpu.barrier_arrive(empty.at[lax.rem(first + per_leaf - s.in_flight + j, s.steps)])
-                    return acc[...]
+                    if s.in_flight:
+                        plgpu.barrier_arrive(empty.at[before])
+                    return acc[...], end
 
                 return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
 
@@ -266,20 +268,21 @@ def matmul(
                     lambda: settle(i, pair, get(level) + sum_mn, level + 1),
                 )
 
-            def tile(i, _):
-                first = i * per_tile
+            def tile(i, slot):
                 if leaves == 1:
-                    finish(i, chain(first))
-                    return None
+                    acc_mn, slot = chain(slot)
+                    finish(i, acc_mn)
+                    return slot
 
-                def pair(p, _):
-                    left_mn = chain(first + 2 * p * per_leaf)
-                    settle(i, p, left_mn + chain(first + (2 * p + 1) * per_leaf), 1)
-                    return None
+                def pair(p, slot):
+                    left_mn, slot = chain(slot)
+                    right_mn, slot = chain(slot)
+                    settle(i, p, left_mn + right_mn, 1)
+                    return slot
 
-                return lax.fori_loop(0, leaves // 2, pair, None)
+                return lax.fori_loop(0, leaves // 2, pair, slot)
 
-            lax.fori_loop(0, count, tile, None)
+            lax.fori_loop(0, count, tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     axes = tuple(axis for axis, size in zip(("cm", "cn"), s.cluster, strict=True) if size > 1)

@@ -1,4 +1,4 @@
-"""Which schedule of the large kernel runs, by shape: a committed table, no tuning at run time.
+"""Which kernel and which schedule of the large one run, by shape: committed tables, no tuning at run time.
 
 A schedule says how the work is cut and moved; no schedule reaches the bits (tests/gpu/test_gemm.py compares every one).
 `python -m benchmarks.kernels.tune_gemm` measures the candidates on a GPU and rewrites TABLE.
@@ -7,6 +7,7 @@ A schedule says how the work is cut and moved; no schedule reaches the bits (tes
 from __future__ import annotations
 
 import dataclasses
+from typing import ClassVar
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,26 +17,28 @@ class Schedule:
     Attributes:
       tile_m, tile_n: rows and columns of one program's tile.
       split: "m" or "n", the side of the tile that the consumer warpgroups divide.
-      consumers: warpgroups that multiply.
       steps: K-steps of 64 that fit in the ring of operands.
-      cluster: programs along rows and columns of a cluster; its programs share what they load.
+      cluster: programs along rows and columns of a cluster, which share what they load; 2 programs at most, as clusters of
+        4 leave SMs idle.
       band: width of a band of tiles that is walked before the next one, in clusters.
       band_of: "m" or "n", the side that bands divide.
-      in_flight: K-steps whose products a consumer leaves under way when it goes on: 0 or 1.
+      in_flight: K-steps whose products a consumer leaves under way when it goes on: 0 or 1. With 1 it holds a slot of the
+        ring longer, which a tile of 128 x 128 cannot afford.
       in_shared: levels of a tree whose partials wait in shared memory, above the lowest, which waits in registers; those
         above wait in global memory.
+      consumers: warpgroups that multiply.
     """
 
     tile_m: int
     tile_n: int
     split: str = "m"
-    consumers: int = 2
     steps: int = 4
     cluster: tuple[int, int] = (1, 1)
     band: int = 8
     band_of: str = "m"
     in_flight: int = 1
     in_shared: int = 2
+    consumers: ClassVar[int] = 2
 
     @property
     def warpgroup_tile(self) -> tuple[int, int]:
@@ -45,15 +48,55 @@ class Schedule:
         return self.tile_m, self.tile_n // self.consumers
 
 
-ROWS = (512, 2048, 8192)
-COLUMNS = (1024, 4096, 16384)
-"""Upper ends of the table's buckets; what is larger falls into the last."""
+ROWS = (256, 512, 2048, 8192)
+COLUMNS = (1024, 4096, 8192, 16384)
+"""Upper ends of the tables' buckets; what is larger falls into the last."""
+
+FEW = {
+    ("chain", 1024): 256,
+    ("chain", 4096): 256,
+    ("chain", 8192): 256,
+    ("chain", 16384): 128,
+    ("tree", 1024): 256,
+    ("tree", 4096): 128,
+    ("tree", 8192): 128,
+    ("tree", 16384): 128,
+}
+"""Rows up to which the kernel for few tokens serves."""
 
 TABLE: dict[tuple[str, int, int], Schedule] = {
-    (order, T, N): schedule
-    for order, schedule in (("chain", Schedule(128, 256)), ("tree", Schedule(128, 128, steps=5, in_shared=1)))
-    for T in ROWS
-    for N in COLUMNS
+    ("chain", 256, 1024): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 256, 4096): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 256, 8192): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 256, 16384): Schedule(tile_m=128, tile_n=192, cluster=(2, 1)),
+    ("chain", 512, 1024): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 512, 4096): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 512, 8192): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 512, 16384): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 2048, 1024): Schedule(tile_m=128, tile_n=128, steps=6, in_flight=0),
+    ("chain", 2048, 4096): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 2048, 8192): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 2048, 16384): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 8192, 1024): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 8192, 4096): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 8192, 8192): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("chain", 8192, 16384): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
+    ("tree", 256, 1024): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
+    ("tree", 256, 4096): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
+    ("tree", 256, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 256, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 512, 1024): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
+    ("tree", 512, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 512, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 512, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 2048, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 2048, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 2048, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 2048, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 8192, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 8192, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 8192, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 8192, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
 }
 
 
@@ -61,7 +104,16 @@ def _bucket(size: int, ends: tuple[int, ...]) -> int:
     return next((end for end in ends if size <= end), ends[-1])
 
 
+def _order(leaves: int) -> str:
+    return "chain" if leaves == 1 else "tree"
+
+
+def is_few(T: int, N: int, leaves: int) -> bool:
+    """Whether the kernel for few tokens serves x [T, K] w [N, K]^T in `leaves` leaves."""
+    return T <= FEW[_order(leaves), _bucket(N, COLUMNS)]
+
+
 def large(T: int, N: int, K: int, leaves: int) -> Schedule:
-    """The schedule for x [T, K] w [N, K]^T in `leaves` leaves."""
+    """The large kernel's schedule for x [T, K] w [N, K]^T in `leaves` leaves."""
     del K
-    return TABLE["chain" if leaves == 1 else "tree", _bucket(T, ROWS), _bucket(N, COLUMNS)]
+    return TABLE[_order(leaves), _bucket(T, ROWS), _bucket(N, COLUMNS)]

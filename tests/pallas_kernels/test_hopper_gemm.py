@@ -30,6 +30,7 @@ def few_programs(monkeypatch):
 
 
 def interpreted(monkeypatch, schedule, *args, **kwargs):
+    monkeypatch.setattr(schedules, "is_few", lambda *_: False)
     monkeypatch.setattr(schedules, "large", lambda *_: schedule)
     with mosaic.interpreted():
         y = np.asarray(hopper.gemm(*args, **kwargs))
@@ -51,8 +52,9 @@ def test_every_form_of_schedule(monkeypatch, few_programs, name, T, N, K, leaves
     assert relative(y, np.asarray(x, np.float64) @ np.asarray(w, np.float64).T) < 1e-6
 
 
-@pytest.mark.parametrize("out_dtype, tolerance", [("bfloat16", 4e-3), ("float32", 1e-6)])
-@pytest.mark.parametrize("T", [1, 8, 13, 72])
+@pytest.mark.parametrize(
+    "T, out_dtype, tolerance", [(1, "bfloat16", 4e-3), (8, "float32", 1e-6), (13, "float32", 1e-6), (72, "bfloat16", 4e-3)]
+)
 def test_any_rows_and_a_layer_of_a_stack(monkeypatch, few_programs, T, out_dtype, tolerance):
     x, w = operands(T, 3 * 72, 128)
     stack = w.reshape(3, 72, 128)
@@ -60,6 +62,15 @@ def test_any_rows_and_a_layer_of_a_stack(monkeypatch, few_programs, T, out_dtype
     assert y.shape == (T, 72) and y.dtype == out_dtype
     assert relative(y, np.asarray(x, np.float64) @ np.asarray(stack[2], np.float64).T) < tolerance
     assert relative(y, reference.gemm(x, stack, jnp.int32(2), 2, "column", jnp.dtype(out_dtype))) < tolerance
+
+
+def test_few_rows_go_to_the_other_kernel(monkeypatch):
+    x, w = operands(13, 72, 128)
+    monkeypatch.setattr(hopper_large, "matmul", None)
+    with mosaic.interpreted():
+        y = hopper.gemm(x, w, None, 1, "column", jnp.float32, padded_N=80, fill=-1.0)
+    assert relative(y[:, :72], np.asarray(x, np.float64) @ np.asarray(w, np.float64).T) < 1e-6
+    assert np.array_equal(y[:, 72:], np.full((13, 8), -1.0))
 
 
 def test_columns_past_the_weight_are_filled(monkeypatch, few_programs):
