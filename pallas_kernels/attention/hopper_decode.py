@@ -22,6 +22,7 @@ from pallas_kernels.attention.hopper_walk import (
     Total,
     Turns,
     copy_q,
+    drain,
     fetch,
     finish,
     full,
@@ -71,12 +72,12 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
     operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count[None])
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, items_g, count_g, *out_g, scratch):
-        (q_s, q_parts), ring_s, ready, free, q_ready = scratch
+        q_memory, ring_s, ready, free, q_ready = scratch
         wg = lax.axis_index("wg")
         pair = lax.rem(wg, pairs)
         deal = Deal(lax.axis_index("cta") * pairs + pair, mosaic.SMS * pairs, count_g[0] * shape.K)
         trips = deal.count()
-        memory = Memory(q_s.at[pair], ring_s.at[pair], ready, free, pair * slots)
+        memory = Memory(q_memory[0].at[pair], ring_s.at[pair], ready, free, pair * slots)
 
         def item(i):
             """(tile, first block, last block, KV head) of this worker's i-th item."""
@@ -93,7 +94,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
                 tile, first, last, head = item(i)
                 return fetch(shape, memory, k_g, v_g, table_g, tile, head, first_row_g[0], first, last, count, slots)
 
-            lax.fori_loop(0, trips, one_item, jnp.int32(0))
+            drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 
         @pl.when(wg < pairs)
         def _consumer():
@@ -101,7 +102,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
 
             def copy(i):
                 tile, _, _, head = item(i)
-                copy_q(shape, q_g, q_parts, q_ready.at[pair], pair, tile.token, head)
+                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head)
 
             @pl.when(trips > 0)
             def _first_q():

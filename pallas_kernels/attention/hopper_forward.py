@@ -22,6 +22,7 @@ from pallas_kernels.attention.hopper_walk import (
     Total,
     Turns,
     copy_q,
+    drain,
     fetch,
     finish,
     full,
@@ -53,7 +54,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, tiles_g, count_g, o_g, lse_g, *park_g, scratch):
         cta, me = lax.axis_index("cta"), lax.axis_index("wg")
-        (q_s, q_parts), ring_s, park_s, ready, free, q_ready, turn = scratch
+        q_memory, ring_s, park_s, ready, free, q_ready, turn, *cleared = scratch
         deal = Deal(cta, mosaic.SMS, count_g[0] * shape.K)
         trips = deal.count()
 
@@ -72,7 +73,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
                 tile, head = item(i)
                 return fetch(shape, memory, k_g, v_g, table_g, tile, head, first_row_g[0], 0, tile.blocks, count, slots)
 
-            lax.fori_loop(0, trips, one_item, jnp.int32(0))
+            drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 
         @pl.when(me < W)
         def _consumer():
@@ -83,7 +84,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
 
             def copy(i):
                 tile, head = item(i)
-                copy_q(shape, q_g, q_parts, q_ready.at[me], me, tile.token + token0, head)
+                copy_q(shape, q_g, q_memory, q_ready.at[me], me, tile.token + token0, head)
 
             @pl.when(trips > 0)
             def _first_q():
@@ -107,7 +108,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
                         copy(i + 1)
 
                 def attend():
-                    memory = Memory(q_s.at[me], ring_s, ready, free)
+                    memory = Memory(q_memory[0].at[me], ring_s, ready, free, 0, *(cleared or [None]), W, me)
                     kv_len = kv_len_g[tile.sequence]
                     total, after = walk(
                         shape, memory, turns, tile, token0, kv_len, 0, tile.blocks, count, plan, park, next_q
@@ -123,6 +124,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
                 return lax.cond(tile.blocks > 0, attend, nothing)
 
             lax.fori_loop(0, trips, one_item, jnp.int32(0))
+            turns.close()
 
     out = [jax.ShapeDtypeStruct((T, H, d), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), jnp.float32)]
     if not plan.park_in_shared:
@@ -144,6 +146,7 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
                 plgpu.Barrier(num_arrivals=W, num_barriers=slots),
                 plgpu.Barrier(num_arrivals=d // 64, num_barriers=W),
                 plgpu.Barrier(num_barriers=W),
+                *([plgpu.Barrier(num_arrivals=W)] if W > 1 else []),
             ]
         ),
         grid=(mosaic.SMS,),

@@ -105,6 +105,9 @@ class Memory(NamedTuple):
     ready: jax.Array
     free: jax.Array
     barrier0: jax.Array | int = 0  # barriers of slot i are number barrier0 + i
+    cleared: jax.Array | None = None  # of the warpgroups that share the ring, where there are several
+    sharers: int = 1
+    me: jax.Array | int = 0  # which of them
 
 
 def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int):
@@ -131,11 +134,23 @@ def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, fir
     return lax.fori_loop(first, last, one_block, count)
 
 
+def drain(memory: Memory, count, slots: int) -> None:
+    """The producer waits until the blocks that it fetched are done with: a program ends with its barriers at rest."""
+    for i in range(slots):
+
+        @pl.when(count + i >= slots)
+        def _wait(i=i):
+            plgpu.barrier_wait(memory.free.at[memory.barrier0 + lax.rem(count + i, slots)])
+
+
 def stay(l_M8) -> None:
     """Keeps the sum of P, and all that it is computed from, before what follows: ptxas moves arithmetic past a wait for wgmma.
 
     A store that never happens, as sums are not negative, depends on them; ptxas leaves stores where they are.
     """
+
+    if mosaic.interpreting():
+        return
 
     @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,))
     def emit(_, l_M8):
@@ -153,6 +168,45 @@ def stay(l_M8) -> None:
     emit(l_M8)
 
 
+class Plain:
+    """An accumulator of the interpreter, which cannot multiply from registers: a value, complete at once."""
+
+    def __init__(self, shape: tuple[int, int]):
+        self.value = jnp.zeros(shape, jnp.float32)
+
+    def __getitem__(self, _):
+        return self.value
+
+    def __setitem__(self, _, value):
+        self.value = value
+
+
+def accumulate(f, *shapes: tuple[int, int]):
+    """f of fp32 accumulators of these shapes; its result."""
+    if mosaic.interpreting():
+        return f(*map(Plain, shapes))
+    return pl.run_scoped(f, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+
+
+def multiply(acc, a, b, transposed: bool = False) -> None:
+    """Issues acc += a b, or a b^T; a in shared memory or in registers, b in shared memory."""
+    if isinstance(acc, Plain):
+        acc.value = acc.value + lax.dot_general(
+            a[...].reshape(-1, a.shape[-1]),
+            b[...],
+            (((1,), (int(transposed),)), ((), ())),
+            preferred_element_type=jnp.float32,
+        )
+        plgpu.commit_smem()  # these reads are not a wgmma's
+    else:
+        plgpu.wgmma(acc, a, b.transpose((1, 0)) if transposed else b)
+
+
+def result(acc, in_flight: int = 0):
+    """The accumulator's value, once all but the newest `in_flight` products are complete."""
+    return acc[...] if isinstance(acc, Plain) else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+
+
 class Turns:
     """Whose turn it is on the tensor core; of one warpgroup, nobody's."""
 
@@ -167,6 +221,14 @@ class Turns:
             def _():
                 self.give()
 
+    def close(self):
+        """The first warpgroup takes the turn that the last one gave at its end."""
+        if self.of > 1:
+
+            @pl.when(self.me == 0)
+            def _():
+                self.take()
+
     def take(self):
         if self.of > 1:
             plgpu.barrier_wait(self.barrier.at[self.me])
@@ -179,18 +241,24 @@ class Turns:
 def scores(shape: Shape, memory: Memory, acc, slot) -> None:
     """Issues S = q k^T of one block."""
     for c in range(shape.d // 64):
-        k_s = memory.ring_s.at[slot, :, pl.ds(64 * c, 64)]
-        plgpu.wgmma(acc, memory.q_s.at[c], k_s.transpose((1, 0)))
+        multiply(acc, memory.q_s.at[c], memory.ring_s.at[slot, :, pl.ds(64 * c, 64)], transposed=True)
 
 
-def clear_unwritten(shape: Shape, v_s, kv_len_in_block) -> None:
-    """Zeros in V's rows past the sequence: P is zero there, but 0 x NaN is NaN. Warpgroups may do it at the same time."""
-    for r in range(0, BLOCK, 64):
-        for c in range(0, shape.d, 64):
-            part = v_s.at[pl.ds(r, 64), pl.ds(c, 64)]
+def clear_unwritten(shape: Shape, memory: Memory, slot, kv_len_in_block) -> None:
+    """Zeros in V's rows past the sequence: P is zero there, but 0 x NaN is NaN. Each warpgroup that shares V clears a part."""
+    places = [(r, c) for r in range(0, BLOCK, 64) for c in range(0, shape.d, 64)]
+    for i, (r, c) in enumerate(places):
+
+        @pl.when(memory.me == i % memory.sharers)
+        def _clear(r=r, c=c):
+            part = memory.ring_s.at[slot, pl.ds(r, 64), pl.ds(c, 64)]
             row = plgpu.broadcasted_iota(jnp.int32, (64, 64), 0, layout=plgpu.Layout.WGMMA) + r
             part[...] = jnp.where(row < kv_len_in_block, part[...], full(0, (64, 64), jnp.bfloat16))
+
     plgpu.commit_smem()
+    if memory.sharers > 1:
+        plgpu.barrier_arrive(memory.cleared)
+        plgpu.barrier_wait(memory.cleared)
 
 
 def walk(
@@ -208,7 +276,7 @@ def walk(
       next_q: called when q is done with.
     """
     scale, d = softmax_scale(shape.d), shape.d
-    s_acc, o_acc = plgpu.ACC((ROWS, BLOCK), jnp.float32), plgpu.ACC((ROWS, d), jnp.float32)
+    s_shape, o_shape = (ROWS, BLOCK), (ROWS, d)
 
     def slot_of(count):
         return lax.rem(count, plan.slots)
@@ -230,7 +298,7 @@ def walk(
         turns.take()
         scores(shape, memory, acc, slot_of(count))
         turns.give()
-        return acc[...]
+        return result(acc)
 
     def one_block(b, carry, masked: bool):
         count, state = carry
@@ -251,15 +319,15 @@ def walk(
             turns.take()
             scores(shape, memory, s_acc, k_slot)
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
-            plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[v_slot])
+            multiply(o_acc, state.p_MB, memory.ring_s.at[v_slot])
             turns.give()
-            s_MB = plgpu.wgmma_accumulator_load(s_acc, wait_n=1)
+            s_MB = result(s_acc, in_flight=1)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
             # The softmax belongs here, beside P V in flight; that product still reads the old P, so the new one takes its
             # registers after it.
             after = lax.optimization_barrier(soft(s_MB))
             stay(after[2])
-            o_Md = plgpu.wgmma_accumulator_load(o_acc, wait_n=0)
+            o_Md = result(o_acc)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + v_slot])
             return o_Md, after
 
@@ -267,21 +335,21 @@ def walk(
             o_acc[...] = state.o_Md
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
             turns.take()
-            plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[v_slot])
-            return o_acc[...]
+            multiply(o_acc, state.p_MB, memory.ring_s.at[v_slot])
+            return result(o_acc)
 
         def next_scores(s_acc):
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + k_slot])
             scores(shape, memory, s_acc, k_slot)
             turns.give()
-            return s_acc[...]
+            return result(s_acc)
 
         if plan.overlap:
-            o_Md, after = pl.run_scoped(together, s_acc, o_acc)
+            o_Md, after = accumulate(together, s_shape, o_shape)
         else:
-            o_Md = pl.run_scoped(product, o_acc)
+            o_Md = accumulate(product, o_shape)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + v_slot])
-            s_MB = pl.run_scoped(next_scores, s_acc)
+            s_MB = accumulate(next_scores, s_shape)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
             after = soft(s_MB)
         m_M, alpha_M, l_M8, p_MB = after
@@ -299,7 +367,7 @@ def walk(
         o_Md, *before = rescaled() if park is None else lax.cond(new_split, begin_split, rescaled)
         return count + 2, State(m_M, l_M8, p_MB, o_Md, *before)
 
-    s_MB = pl.run_scoped(first_scores, s_acc)
+    s_MB = accumulate(first_scores, s_shape)
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
     never_M = full(NEVER, (ROWS,))
     m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale, sees(first))
@@ -315,14 +383,14 @@ def walk(
 
     @pl.when(kv_len < last * BLOCK)
     def _unwritten():
-        clear_unwritten(shape, memory.ring_s.at[slot], kv_len - (last - 1) * BLOCK)
+        clear_unwritten(shape, memory, slot, kv_len - (last - 1) * BLOCK)
 
     def last_product(o_acc):
         o_acc[...] = state.o_Md
-        plgpu.wgmma(o_acc, state.p_MB, memory.ring_s.at[slot])
-        return o_acc[...]
+        multiply(o_acc, state.p_MB, memory.ring_s.at[slot])
+        return result(o_acc)
 
-    state = state._replace(o_Md=pl.run_scoped(last_product, o_acc))
+    state = state._replace(o_Md=accumulate(last_product, o_shape))
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot])
     total = state.split()
     if park is not None:
@@ -334,6 +402,8 @@ def q_scratch(shape: Shape, warpgroups: int):
     """Shared memory of the q tiles, twice: as a wgmma sees them, [warpgroups, d / 64, 64, 64], and as a copy does: for each
     warpgroup and 64 columns [tokens, G, 64], which are the first rows of the 64."""
     chunks = shape.d // 64
+    if mosaic.interpreting():  # where two views are two buffers
+        return plgpu.SMEM((warpgroups, chunks, ROWS // shape.G, shape.G, 64), jnp.bfloat16), []
     part = plgpu.SMEM((shape.tokens, shape.G, 64), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
     gap = ROWS * 64 - -(-shape.tokens * shape.G // 8) * 8 * 64  # parts are aligned to 8 rows
     parts = [
@@ -342,12 +412,21 @@ def q_scratch(shape: Shape, warpgroups: int):
     return plgpu.RefUnion(plgpu.SMEM((warpgroups, chunks, ROWS, 64), jnp.bfloat16, transforms=mosaic.TILED), parts)
 
 
-def copy_q(shape: Shape, q_g, parts, barrier, me, token, head) -> None:
+def copy_q(shape: Shape, q_g, q_scratch, barrier, me, token, head) -> None:
     """Starts the copy of 64 rows of q from `token` on to the memory of warpgroup `me`."""
+
+    def copy(c, to):
+        at = (pl.ds(token, shape.tokens), pl.ds(head * shape.G, shape.G), pl.ds(64 * c, 64))
+        plgpu.copy_gmem_to_smem(q_g.at[at], to, barrier)
+
+    q_s, parts = q_scratch
     for w, chunks in enumerate(parts):
 
         @pl.when(me == w)
         def _copy(chunks=chunks):
             for c, (part, *_) in enumerate(chunks):
-                at = (pl.ds(token, shape.tokens), pl.ds(head * shape.G, shape.G), pl.ds(64 * c, 64))
-                plgpu.copy_gmem_to_smem(q_g.at[at], part, barrier)
+                copy(c, part)
+
+    if not parts:
+        for c in range(shape.d // 64):
+            copy(c, q_s.at[me, c])

@@ -1,5 +1,5 @@
-"""Hopper attention without a GPU: its tables against plain Python, the merge of splits in the interpreter, every schedule
-lowered. The walk over KV blocks multiplies from registers, which the interpreter cannot do: its bits are in tests/gpu."""
+"""Hopper attention without a GPU: its tables against plain Python, its kernels in the interpreter with race detection, every
+schedule lowered. The interpreter's products are not a tensor core's: what a row's bits depend on is in tests/gpu too."""
 
 from __future__ import annotations
 
@@ -21,11 +21,12 @@ from pallas_kernels.attention import (
     hopper_decode,
     hopper_forward,
     hopper_tiles,
+    hopper_walk,
     reference,
     schedules,
 )
 from pallas_kernels.attention.hopper_tiles import Deal, Shape
-from tests.pallas_kernels.base import bits
+from tests.pallas_kernels.base import bits, relative
 
 KERNELS = {"many rows": hopper_forward, "few rows": hopper_decode}
 
@@ -43,9 +44,17 @@ def lower(f, *shapes) -> str:
     return jax.jit(f).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("kernel", KERNELS)
 @pytest.mark.parametrize(
-    "d, G, page", [(64, 3, 16), (64, 16, 8), (128, 1, 64), (128, 4, 128), (128, 8, 16), (256, 2, 32)]
+    "kernel, d, G, page",
+    [
+        ("many rows", 64, 3, 16),
+        ("many rows", 128, 1, 64),
+        ("many rows", 128, 8, 16),
+        ("many rows", 256, 2, 32),
+        ("few rows", 64, 16, 8),
+        ("few rows", 128, 4, 128),
+        ("few rows", 256, 3, 64),
+    ],
 )
 def test_every_schedule_lowers(kernel, d, G, page):
     shape = Shape(2 * G, 2, d, page)
@@ -206,3 +215,57 @@ def test_splits_are_merged_in_order_in_the_interpreter():
     assert not np.asarray(got, np.float32)[4].any() and not np.asarray(lse)[4].any()
     other = merged(o[::-1], m[::-1], l[::-1])[0]
     assert not np.array_equal(bits(other)[0], bits(want)[0])  # the order of splits is seen
+
+
+SHORT_SPLIT = 128
+
+
+@pytest.fixture
+def short_splits(monkeypatch):
+    """Splits of one block and few programs, so that small sequences have several of each."""
+    monkeypatch.setattr(mosaic, "SMS", 2)
+    for module in (hopper_walk, hopper_decode):
+        monkeypatch.setattr(module, "PER_SPLIT", SHORT_SPLIT // BLOCK)
+    monkeypatch.setattr(hopper_decode, "SPLIT", SHORT_SPLIT)
+
+
+def paged(shape: Shape, q_len, kv_len, padding: int):
+    """Operands of the op: the newest q_len tokens of sequences, whose unwritten positions and padding rows are NaN."""
+    rng = np.random.default_rng(0)
+    need = -(-np.asarray(kv_len) // shape.page)
+    pages = rng.permutation(need.sum() + 3)
+    k, v = (np.full((len(pages), shape.page, shape.K, shape.d), np.nan, np.float32) for _ in range(2))
+    tables = np.zeros((len(need), BLOCK // shape.page * -(-max(kv_len) // BLOCK)), np.int32)
+    for s, n in enumerate(kv_len):
+        own = pages[need[:s].sum() :][: need[s]]
+        tables[s, : need[s]] = own
+        at = np.arange(n)
+        for x in (k, v):
+            x[own[at // shape.page], at % shape.page] = rng.standard_normal((n, shape.K, shape.d))
+    q = 2 * rng.standard_normal((sum(q_len) + padding, shape.H, shape.d))
+    q[sum(q_len) :] = np.nan
+    where = np.cumsum([0, *q_len]), kv_len, tables
+    return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), *(jnp.asarray(x, jnp.int32) for x in where)
+
+
+def test_kernels_in_the_interpreter_agree_in_bits_without_a_race(short_splits):
+    shape = Shape(4, 1, 64, 32)
+    q, k, v, *where = paged(shape, (20, 5, 1), (300, 5, 128), padding=2)
+    flat = (x.reshape(-1, shape.d) for x in (k, v))
+    operands = (q, *flat, *where, jnp.zeros((1,), jnp.int32))
+    results = {}
+    for name, kernel, schedule in (
+        ("many", hopper_forward, schedules.Many(2, 3, overlap=True, park_in_shared=True)),
+        ("few", hopper_decode, schedules.Few(2, 2, overlap=False)),
+    ):
+        with mosaic.interpreted():
+            run = functools.partial(kernel.attention, shape=shape, schedule=schedule)
+            results[name] = [np.asarray(x) for x in jax.jit(run)(*operands)]
+        assert not gpu_callbacks.get_races().races_found, name
+    o, lse = results["many"]
+    for name, (other_o, other_lse) in results.items():
+        assert np.array_equal(bits(o), bits(other_o)) and np.array_equal(bits(lse), bits(other_lse)), name
+    want, want_lse = reference.attention(q, k, v, *where, None)
+    assert relative(o, want) < 5e-3
+    np.testing.assert_allclose(lse, want_lse, atol=1e-2)
+    assert not np.asarray(o[26:], np.float32).any() and not lse[26:].any()
