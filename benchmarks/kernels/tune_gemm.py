@@ -1,4 +1,4 @@
-"""Measures the large GEMM's schedules on a GPU and rewrites the table in pallas_kernels/gemm/schedules.py.
+"""Measures the large GEMM's schedules on a GPU and rewrites the tables in pallas_kernels/gemm/schedules.py.
 
     python -m benchmarks.kernels.tune_gemm
 
@@ -7,6 +7,7 @@ A schedule whose bits differ from the canonical one's is refused, however fast i
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import pathlib
 import re
@@ -14,8 +15,10 @@ import re
 import jax
 import jax.numpy as jnp
 
+from benchmarks.kernels import timing
 from benchmarks.kernels.gemm import in_turn
 from pallas_kernels.gemm import hopper_large, schedules
+from pallas_kernels.gemm.hopper_small import small_gemm
 from pallas_kernels.gemm.schedules import Schedule
 
 K = 4096
@@ -23,18 +26,23 @@ LEAVES = {"chain": 1, "tree": 8}
 CANONICAL = Schedule(128, 128, steps=2, in_flight=0, in_shared=2)
 CANDIDATES = {
     "chain": (
-        Schedule(256, 128),
-        Schedule(128, 256),
-        Schedule(128, 128, steps=6),
-        Schedule(64, 128, split="n", steps=8),
-        Schedule(64, 64, split="n", steps=8),
+        Schedule(128, 256, cluster=(2, 1)),
+        Schedule(128, 256, in_flight=0),
+        Schedule(256, 128, cluster=(1, 2)),
+        Schedule(128, 192, cluster=(2, 1)),
+        Schedule(128, 128, steps=6, in_flight=0),
+        Schedule(128, 64, steps=8, in_flight=0, cluster=(2, 1)),
     ),
     "tree": (
-        Schedule(128, 128, steps=5, in_shared=1),
-        Schedule(64, 128, split="n", steps=6),
-        Schedule(64, 64, split="n", steps=8),
+        Schedule(128, 128, steps=5, in_flight=0, in_shared=1),
+        Schedule(128, 128, steps=5, in_flight=1, in_shared=1),
+        Schedule(128, 128, steps=4, in_flight=0, in_shared=1),
+        Schedule(128, 192, steps=3, in_flight=0, in_shared=1),
+        Schedule(128, 64, steps=6, in_flight=0, cluster=(2, 1)),
     ),
 }
+QUEUED_ROWS = 2048
+"""Rows up to which a call may be shorter than its dispatch, so that the kernel's own time is what counts."""
 
 
 class BitsDiffer(RuntimeError):
@@ -63,32 +71,59 @@ def check(order: str, schedule: Schedule) -> None:
         raise BitsDiffer(f"{order} {schedule}: {differ} of {got.size} elements differ from {CANONICAL}")
 
 
-def fastest(order: str, T: int, N: int) -> Schedule:
-    """The candidate with the least time at [T, K] x [N, K]; the first of equals within 1 %."""
+def measure(order: str, T: int, N: int) -> tuple[Schedule, float, float | None]:
+    """(fastest candidate, the first of equals within 1 %; its microseconds; those of the kernel for few tokens)."""
     x_TK, w_NK = jax.random.normal(jax.random.key(0), (T, K), jnp.bfloat16), wide(jax.random.key(1), N, K)
-    calls = {s: (functools.partial(multiply, leaves=LEAVES[order], schedule=s), x_TK, w_NK) for s in CANDIDATES[order]}
-    times = in_turn(calls, iterations=5)
-    print(f"{order} {T}x{N}: " + ", ".join(f"{s.tile_m}x{s.tile_n} {us:.0f} us" for s, us in times.items()), flush=True)
-    return next(s for s, us in times.items() if us <= 1.01 * min(times.values()))
+    leaves = LEAVES[order]
+    calls = {s: (functools.partial(multiply, leaves=leaves, schedule=s), x_TK, w_NK) for s in CANDIDATES[order]}
+    if T <= QUEUED_ROWS:
+        times = {s: timing.kernel_us(*call) for s, call in calls.items()}
+    else:
+        times = in_turn(calls, iterations=5)
+    print(f"{order} {T}x{N}: " + ", ".join(f"{compact(s)} {us:.0f} us" for s, us in times.items()), flush=True)
+    best = next(s for s, us in times.items() if us <= 1.01 * min(times.values()))
+    if T > schedules.ROWS[0]:
+        return best, times[best], None
+    few = timing.kernel_us(lambda x, w: small_gemm(x, w, None, leaves, jnp.bfloat16), x_TK, w_NK)
+    print(f"  few tokens' kernel {few:.0f} us", flush=True)
+    return best, times[best], few
 
 
-def source(table: dict) -> str:
-    """TABLE as Python source."""
-    lines = [f'    ("{order}", {T}, {N}): {s!r},' for (order, T, N), s in table.items()]
-    return "TABLE: dict[tuple[str, int, int], Schedule] = {\n" + "\n".join(lines) + "\n}\n"
+def compact(schedule: Schedule) -> str:
+    """The schedule as source, without what is its default."""
+    fields = [(f.name, getattr(schedule, f.name), f.default) for f in dataclasses.fields(schedule)]
+    return f"Schedule({', '.join(f'{name}={value!r}' for name, value, default in fields if value != default)})"
+
+
+def source(few: dict, table: dict) -> str:
+    """FEW and TABLE as Python source."""
+    few_lines = "\n".join(f'    ("{order}", {N}): {T},' for (order, N), T in few.items())
+    lines = "\n".join(f'    ("{order}", {T}, {N}): {compact(s)},' for (order, T, N), s in table.items())
+    return (
+        f'FEW = {{\n{few_lines}\n}}\n"""Rows up to which the kernel for few tokens serves."""\n\n'
+        f"TABLE: dict[tuple[str, int, int], Schedule] = {{\n{lines}\n}}\n"
+    )
 
 
 def main() -> None:
     for order, candidates in CANDIDATES.items():
         for schedule in candidates:
             check(order, schedule)
-    table = {(order, T, N): fastest(order, T, N) for order in CANDIDATES for T in schedules.ROWS for N in schedules.COLUMNS}
+    few, table = {}, {}
+    for order in CANDIDATES:
+        for N in schedules.COLUMNS:
+            for T in schedules.ROWS:
+                best, us, few_us = measure(order, T, N)
+                table[order, T, N] = best
+                if few_us is not None:
+                    few[order, N] = T if few_us <= us else T // 2
     path = pathlib.Path(schedules.__file__)
-    text, count = re.subn(r"TABLE: dict.*?\n}\n", lambda _: source(table), path.read_text(), flags=re.DOTALL)
+    tables = source(few, dict(sorted(table.items())))
+    text, count = re.subn(r"FEW = .*\n}\n(?=\n\ndef)", lambda _: tables, path.read_text(), flags=re.DOTALL)
     if count != 1:
-        raise RuntimeError(f"{path} has {count} tables")
+        raise RuntimeError(f"{path} holds the tables {count} times")
     path.write_text(text)
-    print(source(table))
+    print(tables)
 
 
 if __name__ == "__main__":
