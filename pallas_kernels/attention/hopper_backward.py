@@ -49,11 +49,6 @@ class Schedule:
     def columns(self) -> int:
         return self.d * self.keys // 128
 
-    @property
-    def dq(self) -> tuple[int, int]:
-        """Part of a tile's dq that one warpgroup computes."""
-        return (64, self.d // 2) if self.queries == 64 else (64, self.d)
-
 
 SCHEDULES = {
     64: Schedule(64, keys=128, queries=128, stages=2),
@@ -128,6 +123,7 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
     _, H, _ = q_RHd.shape
     _, page, K, _ = k_pages.shape
     G, dtype = H // K, q_RHd.dtype
+    pages_most = tables[-1].shape[1]
     load_rows, store_rows = min(page, keys), min(page, keys // 2)
 
     def body(q_g, k_g, v_g, do_g, lse_g, delta_g, seq_g, tile_g, q_tile_g, start_g, len_g, table_g, dk_g, dv_g, dq_g,
@@ -152,48 +148,43 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
             g = lax.div(i, q_tiles)
             return g, (q_tiles - 1) - (i - g * q_tiles)
 
-        def row_of(t):
-            return lax.div(row0 + t * queries, jnp.int32(ALIGN)) * ALIGN
-
         def written(offset):
             return first_key + offset < kv_len
 
-        def page_of(offset):
-            """(page, offset in it) of a key of this tile; some page if it is past the sequence."""
+        def page_of(offset, rows):
+            """(page, offset in it) of `rows` keys of this tile; some page if they are past the sequence."""
             key = first_key + offset
-            at = jnp.where(written(offset), table_g[seq, lax.div(key, jnp.int32(page))], 0)
-            return at, pl.multiple_of(lax.rem(key, jnp.int32(page)), min(load_rows, store_rows))
+            column = jnp.minimum(lax.div(key, jnp.int32(page)), pages_most - 1)
+            at = jnp.where(written(offset), table_g[seq, column], 0)
+            return at, pl.ds(lax.div(lax.rem(key, jnp.int32(page)), jnp.int32(rows)) * rows, rows)
 
-        @pl.when((wg == 2) & (first_key < kv_len))
-        def _load():
-            plgpu.set_max_registers(24, action="decrease")
+        def load():
             for offset in range(0, keys, load_rows):
-                at, inside = page_of(offset)
+                at, inside = page_of(offset, load_rows)
                 for x_g, x_s in ((k_g, k_s), (v_g, v_s)):
-                    plgpu.copy_gmem_to_smem(
-                        x_g.at[at, pl.ds(inside, load_rows), head], x_s.at[pl.ds(offset, load_rows)], kv_here
-                    )
+                    plgpu.copy_gmem_to_smem(x_g.at[at, inside, head], x_s.at[0, pl.ds(offset, load_rows)], kv_here)
+
+            def wait_free(i):
+                @pl.when(i >= stages)
+                def _():
+                    plgpu.barrier_wait(free.at[lax.rem(i, jnp.int32(stages))])
 
             def step(i, _):
                 slot = lax.rem(i, jnp.int32(stages))
                 g, t = query_tile(i)
-                at, h = pl.ds(pl.multiple_of(row_of(t), ALIGN), queries), head * G + g
+                at = pl.ds(lax.div(row0 + t * queries, jnp.int32(ALIGN)) * ALIGN, queries)  # shown to be a multiple
+                h = head * G + g
 
-                @pl.when(i >= stages)
-                def _():
-                    plgpu.barrier_wait(free.at[slot])
-
+                wait_free(i)
                 plgpu.copy_gmem_to_smem(q_g.at[at, h], q_s.at[slot], here.at[slot])
                 plgpu.copy_gmem_to_smem(lse_g.at[h, at], lse_s.at[slot], here.at[slot])
                 plgpu.copy_gmem_to_smem(do_g.at[at, h], do_s.at[slot], here.at[slot])
                 plgpu.copy_gmem_to_smem(delta_g.at[h, at], delta_s.at[slot], here.at[slot])
 
             lax.fori_loop(0, steps, step, None)
+            lax.fori_loop(steps, steps + stages, lambda i, _: wait_free(i), None)
 
-        @pl.when((wg == 3) & (first_key < kv_len))
-        def _add_dq():
-            plgpu.set_max_registers(24, action="decrease")
-
+        def add_dq():
             def step(i, _):
                 g, t = query_tile(i)
                 h = head * G + g
@@ -217,16 +208,27 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
 
             lax.fori_loop(0, steps, step, None)
 
+        @pl.when((wg == 2) & (first_key < kv_len))
+        def _move():
+            plgpu.set_max_registers(24, action="decrease")
+
+            def by_warp():
+                warp = lax.axis_index("warp")
+                pl.when(warp == 0)(load)
+                pl.when(warp == 1)(add_dq)
+
+            pl.kernel(by_warp, out_type=(), mesh=plgpu.WarpMesh(axis_name="warp"))()
+
         @pl.when((wg < 2) & (first_key < kv_len))
         def _compute():
-            plgpu.set_max_registers(232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             row = wg * 64 if keys == 128 else 0
             mine = _slice(row, 64)
             columns = _slice(wg * (d // 2), d // 2)
             dkv = pl.ds(0, d) if keys == 128 else columns
             dq_rows = _slice(wg * 64 if queries == 128 else 0, 64)
-            dq_columns = columns if queries == 64 else pl.ds(0, d)
-            k_w, v_w = k_s.at[mine], v_s.at[mine]
+            first_column = 0 if queries == 128 else wg * (d // 2)
+            dq_columns = [_slice(first_column + c, 64) for c in range(0, max(d // 2, 64), 64)]
             plgpu.barrier_wait(kv_here)
 
             def both_warpgroups():
@@ -235,7 +237,7 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
 
             @pl.when(first_key + keys > kv_len)
             def _unwritten():
-                part = mine, dkv
+                part = 0, mine, dkv
                 key = plgpu.broadcasted_iota(jnp.int32, (64, schedule.columns), 0, layout=WGMMA)
                 kept = key < kv_len - first_key - row
                 for x_s in (k_s, v_s):
@@ -244,7 +246,9 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
                 both_warpgroups()
 
             def step(i, dk_acc, dv_acc):
-                slot = lax.rem(i, jnp.int32(stages))
+                # 0, and the compiler does not know: else it keeps every address of K, V and one stage in registers.
+                none = lax.div(i, steps)
+                slot = lax.rem(i, jnp.int32(stages)) if stages > 1 else none
                 ds_w = ds_s.at[lax.rem(i, jnp.int32(2))]
                 _, t = query_tile(i)
                 position = position0 + t * queries
@@ -256,9 +260,10 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
                         at = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=layout) + base
                         return (at >= first_position - position) & (at < kv_len - position)
 
-                    part = slot, dq_rows, dq_columns
                     base = 0 if queries == 64 else wg * 64
-                    q_s[part] = jnp.where(own(schedule.dq, WGMMA, base), q_s[part], 0)
+                    for at in dq_columns:
+                        part = slot, dq_rows, at
+                        q_s[part] = jnp.where(own((64, 64), WGMMA, base), q_s[part], 0)
 
                     @pl.when(wg == 0)
                     def _():
@@ -273,8 +278,8 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
 
                 def scores(accs):
                     s_acc, dp_acc = accs
-                    plgpu.wgmma(s_acc, k_w, q_s.at[slot].transpose((1, 0)))
-                    plgpu.wgmma(dp_acc, v_w, do_s.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(s_acc, k_s.at[none, mine], q_s.at[slot].transpose((1, 0)))
+                    plgpu.wgmma(dp_acc, v_s.at[none, mine], do_s.at[slot].transpose((1, 0)))
                     plgpu.wgmma_wait(0)
 
                 start = plgpu.ACC.init(spread(lse_s)), plgpu.ACC.init(spread(delta_s))
@@ -282,24 +287,32 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
                 p_KQ = _causal(jnp.exp2(s_KQ * softmax_scale(d)), first_key + row - position)
                 ds_KQ = (p_KQ * dp_KQ).astype(dtype)
                 plgpu.wgmma(dv_acc, p_KQ.astype(dtype), do_s.at[slot, :, dkv])
-                ds_w[mine] = ds_KQ
+
+                @pl.when((wg == 0) | (keys == 128))  # of fewer keys both warpgroups hold all
+                def _():
+                    ds_w[mine] = ds_KQ
+
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(pair)
                 plgpu.wgmma(dk_acc, ds_KQ, q_s.at[slot, :, dkv])
                 plgpu.barrier_wait(pair)
 
-                def product(acc):
-                    plgpu.wgmma(acc, ds_w.at[:, dq_rows].transpose((1, 0)), k_s.at[:, dq_columns])
-                    return acc[...]
+                for j, at in enumerate(dq_columns):
 
-                dq_QD = pl.run_scoped(product, plgpu.ACC(schedule.dq, jnp.float32))
-                plgpu.barrier_arrive(free.at[slot])
+                    def product(acc, at=at):
+                        plgpu.wgmma(acc, ds_w.at[:, dq_rows].transpose((1, 0)), k_s.at[none, :, at])
+                        return acc[...]
 
-                @pl.when(i > 0)
-                def _():
-                    plgpu.barrier_wait(dq_gone)
+                    dq_QD = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
+                    if at is dq_columns[-1]:
+                        plgpu.barrier_arrive(free.at[slot])
+                    if j == 0:
 
-                dq_s[dq_rows, dq_columns] = dq_QD
+                        @pl.when(i > 0)
+                        def _():
+                            plgpu.barrier_wait(dq_gone)
+
+                    dq_s[dq_rows, at] = dq_QD
                 plgpu.commit_smem()
                 plgpu.barrier_arrive(dq_here)
 
@@ -310,17 +323,21 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
             shape = plgpu.ACC((64, schedule.columns), jnp.float32)
             dk_KD, dv_KD = pl.run_scoped(walk, shape, shape)
             both_warpgroups()  # nobody reads the keys any more
-            k_s[mine, dkv] = (dk_KD * (1 / math.sqrt(d))).astype(dtype)
-            v_s[mine, dkv] = dv_KD.astype(dtype)
+            k_s[0, mine, dkv] = (dk_KD * (1 / math.sqrt(d))).astype(dtype)
+            v_s[0, mine, dkv] = dv_KD.astype(dtype)
             plgpu.commit_smem()
             both_warpgroups()
             for i in range(keys // 2 // store_rows):
                 offset = wg * (keys // 2) + i * store_rows
-                at, inside = page_of(offset)
-                source, target = _slice(offset, store_rows), pl.ds(inside, store_rows)
+                at, inside = page_of(offset, store_rows)
                 for x_s, x_g in ((k_s, dk_g), (v_s, dv_g)):
-                    plgpu.copy_smem_to_gmem(x_s.at[source], x_g.at[at, target, head], written(offset))
+                    source = x_s.at[0, _slice(offset, store_rows)]
+                    plgpu.copy_smem_to_gmem(source, x_g.at[at, inside, head], written(offset))
             plgpu.wait_smem_to_gmem(0)
+
+            @pl.when(steps > 0)
+            def _():
+                plgpu.barrier_wait(dq_gone)
 
     def tiles(*shape):
         return plgpu.SMEM(shape, dtype, transforms=mosaic.TILED)
@@ -330,10 +347,10 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
         out_type=(jax.ShapeDtypeStruct((q_tiles_most * queries, H, d), jnp.float32),),
         grid=(tables[0].shape[0], K),
         grid_names=("item", "head"),
-        num_threads=4,
+        num_threads=3,
         thread_name="wg",
         scratch_types=(
-            tiles(keys, d), tiles(keys, d), tiles(stages, queries, d), tiles(stages, queries, d), tiles(2, keys, queries),
+            tiles(1, keys, d), tiles(1, keys, d), tiles(stages, queries, d), tiles(stages, queries, d), tiles(2, keys, queries),
             plgpu.SMEM((queries, d), jnp.float32, transforms=TILED_F32),
             plgpu.SMEM((stages, queries), jnp.float32), plgpu.SMEM((stages, queries), jnp.float32),
             plgpu.Barrier(num_arrivals=2 * keys // load_rows), plgpu.Barrier(num_arrivals=4, num_barriers=stages),

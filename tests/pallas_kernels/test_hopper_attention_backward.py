@@ -1,8 +1,5 @@
-"""The Hopper attention backward without a GPU: its plan of work against plain loops, and every schedule lowered for CUDA.
-
-JAX's interpreter runs neither wgmma with an operand in registers nor accumulators that begin at given values, so the
-kernel itself runs in tests/gpu only.
-"""
+"""The Hopper attention backward without a GPU: its plan of work against plain loops, its body in the interpreter with race
+detection, and every schedule lowered for CUDA."""
 
 from __future__ import annotations
 
@@ -10,8 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from pallas_kernels import mosaic
 from pallas_kernels.attention import hopper_backward as backward
+from tests.pallas_kernels.attention_work import Work, wide
+from tests.pallas_kernels.base import relative
+from tests.pallas_kernels.registers import emulated
 
 LENGTHS = (
     ((5, 0), (0, 0), (640, 0), (129, 0)),
@@ -61,6 +63,46 @@ def test_every_row_has_a_place_of_its_own_in_the_query_tiles(d, lengths):
         assert not n or (want[-1] // schedule.queries) < (first[s + 1] if s + 1 < len(lengths) else most)
     assert place[: len(want)].tolist() == want and len(set(want)) == len(want)
     assert (place[len(want) :] >= most * schedule.queries).all(), "padding rows have none"
+
+
+def causal(x_KQ, ahead):
+    key, query = (jax.lax.broadcasted_iota(jnp.int32, x_KQ.shape, i) for i in (0, 1))
+    return jnp.where(query - key >= ahead, x_KQ, 0)
+
+
+def interpret(work: Work):
+    with mosaic.interpreted(), emulated(backward, _causal=causal):
+        got = jax.jit(backward.attention_backward)(*work.args)
+    for name, g, want in zip(("dq", "dk", "dv"), got, work.want, strict=True):
+        assert relative(wide(g), want) < 4e-3, name
+    assert work.exact_zeros(got)
+
+
+@pytest.mark.parametrize(
+    "d, H, K, page, lengths",
+    [
+        (64, 3, 1, 8, ((70, 0), (20, 100))),
+        (128, 2, 1, 64, ((70, 3), (0, 9), (3, 0))),
+        (256, 2, 1, 32, ((9, 20), (64, 0))),
+    ],
+)
+def test_body_against_float64_without_races(d, H, K, page, lengths):
+    """One key tile a sequence: steps and stages of a program."""
+    interpret(Work(lengths, H, K, d, page, padding=9))
+    assert not gpu_callbacks.get_races().races_found
+
+
+def test_key_tiles_add_to_dq():
+    """Several key tiles a sequence; their turns are counters, of which the interpreter's race detector knows nothing."""
+    interpret(Work(((130, 66), (5, 0)), 2, 1, 128, 128, padding=9))
+
+
+def test_a_missing_fence_is_found():
+    """The control: what is written to shared memory is not fenced before the tensor core and TMA read it."""
+    with mosaic.interpreted(), emulated(backward, _causal=causal) as stand_ins:
+        stand_ins["plgpu"].commit_smem = lambda: None
+        jax.jit(backward.attention_backward)(*Work(((40, 0),), 1, 1, 64, 128, padding=8).args)
+    assert gpu_callbacks.get_races().races_found
 
 
 @pytest.mark.parametrize(
