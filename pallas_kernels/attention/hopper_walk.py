@@ -191,12 +191,10 @@ def accumulate(f, *shapes: tuple[int, int]):
 def multiply(acc, a, b, transposed: bool = False) -> None:
     """Issues acc += a b, or a b^T; a in shared memory or in registers, b in shared memory."""
     if isinstance(acc, Plain):
-        acc.value = acc.value + lax.dot_general(
-            a[...].reshape(-1, a.shape[-1]),
-            b[...],
-            (((1,), (int(transposed),)), ((), ())),
-            preferred_element_type=jnp.float32,
-        )
+        a_MK = a[...].reshape(-1, a.shape[-1])
+        a_MK = jnp.pad(a_MK, ((0, acc.value.shape[0] - a_MK.shape[0]), (0, 0)))  # groups that do not fill 64 rows
+        dims = (((1,), (int(transposed),)), ((), ()))
+        acc.value = acc.value + lax.dot_general(a_MK, b[...], dims, preferred_element_type=jnp.float32)
         plgpu.commit_smem()  # these reads are not a wgmma's
     else:
         plgpu.wgmma(acc, a, b.transpose((1, 0)) if transposed else b)
