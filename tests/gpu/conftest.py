@@ -49,7 +49,7 @@ def pytest_collection_modifyitems(items):
 
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     everything = [pathlib.Path(a.split("::")[0]).resolve() for a in config.args] == [HERE] and not config.option.keyword
-    if os.environ.get("ISOMODEL_TEST_GPU") != "1" or hasattr(config, "workerinput") or not everything:
+    if os.environ.get("ISOMODEL_TEST_GPU") != "1" or config.option.collectonly or not everything:
         return
     from pallas_kernels import environment
 
