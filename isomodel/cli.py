@@ -73,11 +73,18 @@ def describe(error: BaseException) -> str:
     return str(error) or type(error).__name__
 
 
+def _version() -> str:
+    try:
+        return importlib.metadata.version("isomodel")
+    except importlib.metadata.PackageNotFoundError:  # a checkout on the path, as on a machine that only borrows it
+        return "not installed"
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="isomodel", description="Bit-exact RL for language models: rollout and trainer give one log-probability."
     )
-    parser.add_argument("--version", action="version", version=f"%(prog)s {importlib.metadata.version('isomodel')}")
+    parser.add_argument("--version", action="version", version=f"%(prog)s {_version()}")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     asked = next((arg for arg in argv if not arg.startswith("-")), None)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import pathlib
 import subprocess
 import sys
@@ -68,6 +69,15 @@ def test_wrong_usage(capsys):
     assert code == 2 and "isomodel plot: error: unrecognized arguments: --nope" in err
     code, _, err = run("plot", "x", "-o", "y", "z", capsys=capsys)
     assert code == 2 and "unrecognized arguments: z" in err
+
+
+def test_a_checkout_that_is_not_installed_runs(monkeypatch, capsys):
+    def missing(name):
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", missing)
+    code, out, _ = run("--version", capsys=capsys)
+    assert code == 0 and "not installed" in out
 
 
 def test_version(capsys):
