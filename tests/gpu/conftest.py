@@ -8,6 +8,7 @@ the groups of whole models, the longest, start first. A run of some of the tests
 
 from __future__ import annotations
 
+import collections
 import datetime
 import json
 import os
@@ -30,6 +31,12 @@ def _commit() -> str:
         return os.environ["ISOMODEL_COMMIT"]
     git = lambda *words: subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()  # noqa: E731
     return (git("rev-parse", "--short", "HEAD") or "unknown") + ("+" if git("status", "--porcelain") else "")
+
+
+def _reason(report) -> str:
+    """Why a test was skipped: the first clause is enough to count by."""
+    text = report.longrepr[2] if isinstance(report.longrepr, tuple) else str(report.longrepr)
+    return text.removeprefix("Skipped: ").partition(": ")[0].splitlines()[0]
 
 
 def pytest_sessionstart(session):
@@ -55,16 +62,17 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
 
     facts = environment.describe()
     stats = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")}
+    reasons = collections.Counter(_reason(r) for r in stats["skipped"])
     gate = {
         "commit": _commit(),
         "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
         "gpu": facts.get("gpu", {}).get("device", facts["platform"]),
         "versions": {"jax": facts["jax"], "jaxlib": facts["jaxlib"]} | facts.get("gpu", {}),
         "passed": len(stats["passed"]),
-        "failed": [r.nodeid for r in stats["failed"] + stats["error"]],
-        "skipped": [f"{r.nodeid}: {r.longrepr[2] if isinstance(r.longrepr, tuple) else r.longrepr}" for r in stats["skipped"]],
+        "failed": sorted({r.nodeid.partition("@")[0] for r in stats["failed"] + stats["error"]}),
+        "skipped": dict(sorted(reasons.items())),
+        "interrupted": exitstatus == pytest.ExitCode.INTERRUPTED,
         "seconds": round(time.time() - config.stash[_START]),
-        "exit_status": int(exitstatus),
     }
     path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
     path.write_text(json.dumps(gate, indent=1) + "\n")
