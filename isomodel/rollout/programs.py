@@ -157,10 +157,15 @@ def decode_loop(
 
 
 def copy_pages(cache: KVCache, source_C: jax.Array, destination_C: jax.Array) -> KVCache:
-    """Copies whole pages in every layer; destinations beyond the pool are dropped. Sources are read before any write."""
+    """Copies whole pages in every layer; destinations beyond the pool are dropped. Sources are read before any write.
+
+    Destinations are made unique, those beyond the pool too, so that XLA's deterministic scatter is a plain parallel store.
+    """
+    N, C = cache.k_LNpKd.shape[1], destination_C.shape[0]
+    destination_C = jnp.where(destination_C < N, destination_C, N + jnp.arange(C, dtype=destination_C.dtype))
 
     def copy(x_LNpKd):
-        return x_LNpKd.at[:, destination_C].set(x_LNpKd[:, source_C], mode="drop")
+        return x_LNpKd.at[:, destination_C].set(x_LNpKd[:, source_C], mode="drop", unique_indices=True)
 
     return KVCache(copy(cache.k_LNpKd), copy(cache.v_LNpKd))
 
