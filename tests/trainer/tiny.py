@@ -121,12 +121,12 @@ def tokenizer_folder(folder: pathlib.Path) -> pathlib.Path:
     return folder
 
 
-def run_config(folder: pathlib.Path, **overrides: Any) -> TrainConfig:
+def run_config(folder: pathlib.Path, model: ModelConfig = CONFIG, **overrides: Any) -> TrainConfig:
     """A run of a few seconds: tiny model, digits to copy. `overrides` as on the command line, dots as "__"."""
     config = {
         "name": "run",
         "run_dir": str(folder / "runs"),
-        "model": {"config": CONFIG.to_hf(), "tokenizer": str(tokenizer_folder(folder / "tokenizer"))},
+        "model": {"config": model.to_hf(), "tokenizer": str(tokenizer_folder(folder / "tokenizer"))},
         "data": {
             "source": "task:copy",
             "params": {"length": 2},
