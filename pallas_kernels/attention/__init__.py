@@ -39,7 +39,7 @@ def attention(
       v_pages: like k_pages. K and V of this call's rows are already in their pages.
       q_start_S1: int32 [S + 1], not decreasing; rows past the last entry are padding and give zeros.
       kv_len_S: int32 [S], positions of each sequence that are written.
-      page_table_SP: int32 [S, P], pages of each sequence in order.
+      page_table_SP: int32 [S, P], pages of each sequence in order; where a gradient is taken, no page is of two sequences.
       layer: int32 scalar, which layer of stacked pages; no gradient through such a call.
       region: name of the region in the contract.
       impl: "reference", "hopper" or "native".

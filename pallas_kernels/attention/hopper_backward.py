@@ -92,8 +92,9 @@ def attention_backward(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(dq [T, H, d], dk pages, dv pages), bf16, of `hopper.attention` from its output and log-sum-exp (log2 units).
 
-    No page belongs to two sequences. What is not finite in rows of q past the last sequence, or in rows of pages that are
-    not written, reaches nothing; do is finite everywhere.
+    No page belongs to two sequences: dk and dv of such a page would be those of whichever program stored last. What is not
+    finite in rows of q past the last sequence, or in rows of pages that are not written, reaches nothing; do is finite
+    everywhere.
     """
     T, H, d = q_THd.shape
     N, page, _, _ = k_pages.shape

@@ -1,4 +1,4 @@
-"""Packed sequences on shuffled pages for the attention backward, and its exact results in float64."""
+"""Packed sequences on shuffled pages for the attention backward, its exact results in float64, and where two runs differ."""
 
 from __future__ import annotations
 
@@ -8,6 +8,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from tests.pallas_kernels.base import bits
+
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
     return (scale * jax.random.normal(jax.random.key(seed), shape)).astype(jnp.bfloat16)
@@ -15,6 +17,55 @@ def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
 
 def wide(x) -> np.ndarray:
     return np.asarray(x.astype(jnp.float32), np.float64)
+
+
+def own_pages(kv_len_S: np.ndarray, page: int) -> tuple[np.ndarray, int]:
+    """(page table [S, P], number of pages): shuffled, none of two sequences, as a gradient needs them, and some of nobody;
+    entries past a sequence's pages are absurd."""
+    count = -(-kv_len_S // page)
+    N = int(count.sum()) + 3
+    shuffled = np.random.default_rng(0).permutation(N)
+    table = np.full((len(kv_len_S), count.max() + 1), 10**6, np.int32)
+    for s, n in enumerate(count):
+        table[s, :n] = shuffled[count[:s].sum() : count[: s + 1].sum()]
+    return table, N
+
+
+def differences(runs, args) -> list[str]:
+    """A line for every array of (dq, dk, dv) of a later run whose bits are not the first run's: how many values, how far
+    apart, and where. `args`: what `attention_backward` was given."""
+    page = args[1].shape[1]
+    start, kv_len, table = map(np.asarray, args[3:6])
+
+    def row(at):
+        return f"{at} (sequence {np.searchsorted(start, at, side='right') - 1})"
+
+    def page_of(at):
+        owners = [
+            f"sequence {s}'s {i}" for s, n in enumerate(-(-kv_len // page)) for i in np.flatnonzero(table[s, :n] == at)
+        ]
+        return f"{at} ({' and '.join(owners) or 'of nobody'})"
+
+    rest = (("head", str), ("column", str))
+    axes = {"dq": (("row", row), *rest)} | dict.fromkeys(("dk", "dv"), (("page", page_of), ("row", str), *rest))
+
+    def some(noun, shown, found):
+        return (
+            f"{len(found)} {noun}s: {', '.join(map(shown, found[:8]))}{f' ... {found[-1]}' if len(found) > 8 else ''}"
+        )
+
+    lines = []
+    first = [np.asarray(x) for x in runs[0]]
+    for number, run in enumerate(runs[1:], 1):
+        for name, a, b in zip(axes, first, map(np.asarray, run), strict=True):
+            at = np.nonzero(bits(a) != bits(b))
+            if len(at[0]):
+                apart = np.abs(a[at].astype(np.float32) - b[at].astype(np.float32)).max()
+                where = "; ".join(some(*axis, np.unique(x)) for axis, x in zip(axes[name], at, strict=True))
+                lines.append(
+                    f"run {number}, {name}: {len(at[0])} of {a.size} values differ, by up to {apart:.3g}; {where}"
+                )
+    return lines
 
 
 def exact(q, k, v, do):
@@ -46,18 +97,14 @@ class Work:
         self.start = np.concatenate([[0], np.cumsum([n for n, _ in lengths])]).astype(np.int32)
         self.rows, kv_len = int(self.start[-1]), np.array([sum(n) for n in lengths], np.int32)
         T = self.rows + padding
-        count = -(-kv_len // page)
-        N = int(count.sum()) + 3
-        shuffled = np.random.default_rng(0).permutation(N)
-        table = np.full((S, count.max() + 1), 10**6, np.int32)
+        table, N = own_pages(kv_len, page)
         q, self.do = draw(0, T, H, d, scale=scale), draw(1, T, H, d)
         pages = np.full((2, N, page, K, d), np.nan, np.float32)
         self.o, lse, dq = np.zeros((T, H, d)), np.zeros((T, H)), np.zeros((T, H, d))
         dkv = np.zeros((2, N, page, K, d))
         for s in range(S):
-            table[s, : count[s]] = own = shuffled[count[:s].sum() : count[: s + 1].sum()]
             position = np.arange(kv_len[s])
-            at = own[position // page], position % page
+            at = table[s, position // page], position % page
             kv = [draw(2 + 2 * s + i, kv_len[s], K, d) for i in range(2)]
             for x, value in zip(pages, kv, strict=True):
                 x[at] = np.asarray(value, np.float32)

@@ -11,7 +11,7 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import hopper_backward as backward
-from tests.pallas_kernels.attention_work import Work, wide
+from tests.pallas_kernels.attention_work import Work, differences, wide
 from tests.pallas_kernels.base import relative
 from tests.pallas_kernels.registers import emulated
 
@@ -95,6 +95,34 @@ def test_body_against_float64_without_races(d, H, K, page, lengths):
 def test_key_tiles_add_to_dq():
     """Several key tiles a sequence; their turns are counters, of which the interpreter's race detector knows nothing."""
     interpret(Work(((130, 66), (5, 0)), 2, 1, 128, 128, padding=9))
+
+
+def test_order_of_launch_does_not_reach_the_bits(monkeypatch):
+    """Which sequence's programs come first: no two write to one place. The control, and what a differing run is told to
+    look like: a page of two sequences, which the op forbids where it has a gradient, holds what came last."""
+    work = Work(((130, 0), (5, 0)), 1, 1, 64, 128, padding=9)
+    table = np.asarray(work.inputs[5]).copy()
+    table[1, 0] = table[0, 1]
+    of_two = (*work.args[:5], jnp.asarray(table), *work.args[6:])
+    plan = backward.plan
+
+    @jax.jit
+    def run(last_first, args):
+        def planned(*args):
+            seq_C, tile_C, q_tile_S = plan(*args)
+            order_C = jnp.argsort(jnp.where(tile_C < backward.NOWHERE, -seq_C * last_first, 1), stable=True)
+            return seq_C[order_C], tile_C[order_C], q_tile_S
+
+        monkeypatch.setattr(backward, "plan", planned)
+        return backward.attention_backward(*args)
+
+    def lines(args):
+        with mosaic.interpreted(), emulated(backward, _causal=causal):
+            return differences([run(last_first, args) for last_first in (0, 1)], args)
+
+    assert lines(work.args) == []
+    page = f"1 pages: {table[0, 1]} (sequence 0's 1 and sequence 1's 0);"
+    assert [(line[:9], page in line) for line in lines(of_two)] == [("run 1, dk", True), ("run 1, dv", True)]
 
 
 def test_a_missing_fence_is_found():
