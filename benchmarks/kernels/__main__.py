@@ -32,7 +32,8 @@ def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
     for module in modules:
         command = [sys.executable, "-m", "benchmarks.kernels", "--one", module]
         try:
-            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds)
+            environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a module starts processes beside its own
+            done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
             if done.returncode:
                 raise RuntimeError(done.stderr[-2000:])
             rows = json.loads(done.stdout.splitlines()[-1])

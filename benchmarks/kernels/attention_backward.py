@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import functools
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import timing
-from pallas_kernels import attention, environment
+from benchmarks.kernels import separate, timing
+from pallas_kernels import attention
 
 H, K, D, PAGE = 32, 8, 128, 128
 """Qwen3-8B's heads."""
@@ -60,19 +58,9 @@ def measure(mode: str) -> dict[str, float]:
     return found
 
 
-def _in_process(mode: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels.attention_backward", mode],
-        env=environment.environ_for(mode), capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{mode}: {done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rows() -> list[dict]:
     """One row a piece of work (benchmarks.report.record's fields)."""
-    ours, cudnn = _in_process("iso"), _in_process("native")
+    ours, cudnn = (separate.call(mode, "attention_backward", "measure", mode) for mode in ("iso", "native"))
     rows = []
     for name, (S, L) in WORK.items():
         flops = 3.5 * 2 * S * H * L * L * D  # causal: two products forward, five backward, half of each
@@ -99,8 +87,4 @@ def rows() -> list[dict]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        environment.use(sys.argv[1])
-        print(json.dumps(measure(sys.argv[1])))
-    else:
-        print(json.dumps(rows(), indent=1))
+    print(json.dumps(rows(), indent=1))

@@ -10,16 +10,13 @@ import functools
 import json
 import os
 import statistics
-import subprocess
-import sys
 import time
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from benchmarks.kernels import timing
-from pallas_kernels import environment
+from benchmarks.kernels import separate, timing
 from pallas_kernels.gemm import hopper
 
 CHAIN = ((8192, 8192, 8192), (16384, 4096, 4096), (4096, 12288, 4096), (16384, 4096, 12288))
@@ -114,17 +111,9 @@ def backward() -> dict[str, float]:
     return {name: tflops(M, N, K, us) for name, us in in_turn(calls).items()}
 
 
-def _under_default_flags() -> dict[str, tuple[float, float]]:
-    env = environment.environ_for("native") | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run([sys.executable, "-m", "benchmarks.kernels.gemm", "large"], env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rows() -> list[dict]:
     """One row a measurement (benchmarks.report.record's fields)."""
-    by_flags = {"XLA's default flags": _under_default_flags(), "our flags": large()}
+    by_flags = {"XLA's default flags": separate.call("native", "gemm", "large"), "our flags": large()}
     rows = []
     for name in by_flags["our flags"]:
         order, shape = name.split("-")
@@ -182,8 +171,5 @@ def rows() -> list[dict]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["large"]:
-        print(json.dumps(large()))
-    else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        print(json.dumps(rows(), indent=1))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    print(json.dumps(rows(), indent=1))

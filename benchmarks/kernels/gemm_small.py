@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import statistics
-import subprocess
 import sys
 
 import jax
@@ -16,9 +15,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.kernels import timing
+from benchmarks.kernels import separate, timing
 from benchmarks.kernels.tune_gemm import BitsDiffer, wide
-from pallas_kernels import environment
 from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
 
 LAYER = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 8), "gate_up": (24576, 4096, 1), "down": (4096, 12288, 8)}
@@ -77,12 +75,7 @@ def rows() -> list[dict]:
     """One row a measurement (benchmarks.report.record's fields)."""
     copy = timing.copy_bandwidth() / 1e12
     memory = {"baseline": copy, "baseline_name": "a large copy, bytes read and written", "metric": "TB/s of the weights"}
-    command = [sys.executable, "-m", "benchmarks.kernels.gemm_small", "library"]
-    env = environment.environ_for("native") | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    library = json.loads(done.stdout.splitlines()[-1])
+    library = separate.call("native", "gemm_small", "library_us", 256)
     found = []
     for name, (N, K, leaves) in LAYER.items():
         w_LNK = stack(LAYERS[name], N, K)
@@ -176,8 +169,6 @@ def tune() -> None:
 
 if __name__ == "__main__":
     match sys.argv[1:]:
-        case ["library"]:
-            print(json.dumps(library_us(256)))
         case ["tune"]:
             tune()
         case _:

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 
-from benchmarks.kernels import timing
-from pallas_kernels import environment, logprob, sample
+from benchmarks.kernels import separate, timing
+from pallas_kernels import logprob, sample
 from pallas_kernels.logprob import hopper_blocks
 
 T, V, D = 16384, 151936, 4096
@@ -76,18 +74,9 @@ def library() -> dict[str, list[float]]:
     return {"autodiff": train(unfused), "gradient of the logits in bf16": train(unfused_bf16)}
 
 
-def _in_process(mode: str) -> dict[str, list[float]]:
-    env = environment.environ_for(mode) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
-    command = [sys.executable, "-m", "benchmarks.kernels.logprob", "library"]
-    done = subprocess.run(command, env=env, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(done.stderr[-3000:])
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rows() -> list[dict]:
     """One row a measurement (benchmarks.report.record's fields)."""
-    by_flags = {"XLA's default flags": _in_process("native"), "our flags": _in_process("iso")}
+    by_flags = {"XLA's default flags": separate.call("native", "logprob", "library"), "our flags": separate.call("iso", "logprob", "library")}
     ms, extra = train(ours)
     work = f"log-probability, {T} tokens, vocabulary {V}, width {D}, bf16, forward + backward"
 
@@ -182,8 +171,5 @@ def decode() -> list[dict]:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:] == ["library"]:
-        print(json.dumps(library()))
-    else:
-        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-        print(json.dumps(rows(), indent=1))
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    print(json.dumps(rows(), indent=1))

@@ -6,18 +6,16 @@ Native runs in a process of its own, under XLA's default flags: `python -m bench
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from benchmarks.kernels import separate, timing
 from isomodel import model, specs
 from isomodel.batch import Rows, TrainPages, make_batch
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
-from pallas_kernels import environment
 
 CONFIG = ModelConfig(
     family="qwen3",
@@ -40,8 +38,6 @@ WORK = {"8x2k": (8, 2048, "<= 1.03"), "1x16k": (1, 16384, "<= 1.06")}
 
 def measure(mode: str) -> dict[str, float]:
     """Milliseconds of forward and of forward and backward of each piece of work under `mode`."""
-    from benchmarks.kernels import timing
-
     numerics = Numerics(mode, "auto", "bfloat16")
     masters = jax.jit(lambda: specs.init_params(CONFIG, 0))()
     params = jax.jit(lambda p: specs.cast_params(p, jnp.bfloat16))(masters)
@@ -67,19 +63,9 @@ def measure(mode: str) -> dict[str, float]:
     return found
 
 
-def _in_process(mode: str) -> dict[str, float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "benchmarks.kernels.stack", mode],
-        env=environment.environ_for(mode), capture_output=True, text=True,
-    )  # fmt: skip
-    if done.returncode:
-        raise RuntimeError(f"{mode}: {done.stderr[-3000:]}")
-    return json.loads(done.stdout.splitlines()[-1])
-
-
 def rows() -> list[dict]:
     """One row a piece of work (benchmarks.report.record's fields)."""
-    ours, native = _in_process("iso"), _in_process("native")
+    ours, native = (separate.call(mode, "stack", "measure", mode) for mode in ("iso", "native"))
     return [
         {
             "id": f"stack-{name}",
@@ -95,8 +81,4 @@ def rows() -> list[dict]:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        environment.use(sys.argv[1])
-        print(json.dumps(measure(sys.argv[1])))
-    else:
-        print(json.dumps(rows(), indent=1))
+    print(json.dumps(rows(), indent=1))

@@ -1,0 +1,34 @@
+"""One measurement in a process of its own, under the XLA flags of iso or of native numerics: XLA reads its flags once.
+
+The memory of a GPU is shared by such processes, so none of them takes it all at its start.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+from pallas_kernels import environment
+
+
+def call(mode: str, module: str, function: str, *arguments: Any) -> Any:
+    """What `benchmarks.kernels.<module>.<function>(*arguments)` returns (JSON values) in a process under `mode`.
+
+    Raises:
+      RuntimeError: the process failed; the end of what it wrote.
+    """
+    command = [sys.executable, "-m", "benchmarks.kernels.separate", mode, module, function, json.dumps(arguments)]
+    environ = environment.environ_for(mode) | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    done = subprocess.run(command, env=environ, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{module}.{function} under {mode} flags: {done.stderr[-3000:]}")
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+if __name__ == "__main__":
+    environment.use(sys.argv[1])
+    found = getattr(importlib.import_module(f"benchmarks.kernels.{sys.argv[2]}"), sys.argv[3])
+    print(json.dumps(found(*json.loads(sys.argv[4]))))

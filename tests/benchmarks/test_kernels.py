@@ -1,0 +1,71 @@
+"""The kernel benchmarks' bookkeeping, without a GPU: processes of their own, rows kept, reasons asked for."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import report
+from benchmarks.kernels import __main__ as kernels
+from benchmarks.kernels import separate
+
+FACTS = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc", "date": "2026-11-30"}
+ROW = {"id": "x", "work": "w", "metric": "us", "ours": 2.0, "baseline": 1.0, "baseline_name": "b", "target": "<= 1", "command": "c"}
+
+
+def measured(tmp_path, *rows) -> str:
+    path = tmp_path / "out.json"
+    path.write_text(json.dumps({"facts": FACTS, "rows": rows, "failed": {"stack": "no memory"}}))
+    return str(path)
+
+
+@pytest.fixture(autouse=True)
+def results(tmp_path, monkeypatch):
+    path = tmp_path / "results.jsonl"
+    original = report.record
+    monkeypatch.setattr(report, "record", lambda **fields: original(path, **fields))
+    return path
+
+
+def test_rows_are_entered_with_the_facts_of_the_machine_that_measured(tmp_path, results, capsys):
+    assert kernels.main(["--record", measured(tmp_path, ROW | {"ours": 0.5})]) == 0
+    (result,) = report.load(results)
+    assert (result.area, result.gpu, result.commit, result.ratio, result.met) == ("kernels", "1 x NVIDIA H200", "abc", 0.5, True)
+    assert "1 rows entered; failed: stack" in capsys.readouterr().out
+
+
+def test_a_missed_target_needs_its_reason(tmp_path, results, monkeypatch):
+    with pytest.raises(report.ResultsError, match="misses its target <= 1 and gives no reason"):
+        kernels.main(["--record", measured(tmp_path, ROW)])
+    monkeypatch.setitem(kernels.REASONS, "x", "two passes")
+    assert kernels.main(["--record", measured(tmp_path, ROW)]) == 0
+    (result,) = report.load(results)
+    assert result.reason == "two passes" and not result.met
+
+
+def test_what_one_module_measured_is_kept_when_another_fails(tmp_path, monkeypatch):
+    def run(command, **options):
+        ok = command[-1] == "rows"
+        return type("Done", (), {"returncode": not ok, "stdout": json.dumps([ROW]), "stderr": "out of memory"})
+
+    monkeypatch.setattr(kernels.subprocess, "run", run)
+    monkeypatch.setattr(kernels.report, "this_machine", lambda: "gpu")
+    monkeypatch.setattr(kernels.importlib.metadata, "version", lambda name: "1")
+    out = tmp_path / "out.json"
+    assert kernels.main([str(out), "gemm", "rows"]) == 1
+    found = json.loads(out.read_text())
+    assert found["rows"] == [{"command": "python -m benchmarks.kernels OUT.json rows"} | ROW]
+    assert list(found["failed"]) == ["gemm"] and "out of memory" in found["failed"]["gemm"]
+
+
+def test_unknown_modules_are_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        kernels.main([str(tmp_path / "out.json"), "gem"])
+    assert "unknown module gem; choose from gemm" in capsys.readouterr().err
+
+
+def test_a_process_of_its_own_runs_under_the_flags_asked_for():
+    assert separate.call("native", "gemm", "tflops", 1000, 1000, 1000, 2.0) == 1000.0
+    with pytest.raises(RuntimeError, match="gemm.nothing under iso flags"):
+        separate.call("iso", "gemm", "nothing")
