@@ -60,7 +60,9 @@ def _instruction(ptx: str, operands: tuple, layout, fallback):
     shape = jnp.broadcast_shapes(*(x.shape for x in arrays))
     numbers = itertools.count(1)
     # An array would do for a constant, but Mosaic cannot hand over one that is the same everywhere.
-    texts = [f"0f{np.float32(x).view(np.uint32):08X}" if isinstance(x, float) else f"${next(numbers)}" for x in operands]
+    texts = [
+        f"0f{np.float32(x).view(np.uint32):08X}" if isinstance(x, float) else f"${next(numbers)}" for x in operands
+    ]
 
     def scalar(*args):
         return llvm.inline_asm(ir.F32Type.get(), args, f"{ptx} $0, {', '.join(texts)};", "=f" + ",f" * len(args))
@@ -102,6 +104,11 @@ def exp2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
 def ceil(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """The next whole number that is not below x, as fp32."""
     return _instruction("cvt.rpi.f32.f32", (x,), layout, jnp.ceil)
+
+
+def nearest(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """The nearest whole number, the even one of two, as fp32."""
+    return _instruction("cvt.rni.f32.f32", (x,), layout, jnp.round)
 
 
 def div(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:

@@ -1,9 +1,9 @@
 """Log-probability of a token: log-softmax of logits / temperature over the full vocabulary, in nats, fp32.
 
 The vocabulary is padded with -inf to a multiple of 8 x 128. In each block of 128 the maximum, in log2 units, is rounded up
-to a whole number M, and 2^(z - M) is summed (how is the implementation's own: by halving, or as integers). Inside an eighth the
-blocks' sums, scaled exactly to the largest M, are added in order; the eighths are added in a balanced tree. So an eighth is a
-shard's own, and one arithmetic serves every case. The subtraction is inside the op; the result is never above 0.
+to a whole number M, and 2^(z - M) is summed. Inside an eighth the blocks' sums, scaled exactly to the largest M, are added;
+the eighths are added in a balanced tree. So an eighth is a shard's own, and one arithmetic serves every case. (In which order
+a block and an eighth are summed is the implementation's own.) The subtraction is inside the op; the result is never above 0.
 """
 
 from __future__ import annotations

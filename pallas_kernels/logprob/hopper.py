@@ -1,4 +1,4 @@
-"""Log-probability on Hopper: block sums as integers, from logits in memory (decode) or in the registers of the kernel that
+"""Log-probability on Hopper: block sums that end as integers, from logits in memory (decode) or in the registers of the kernel that
 multiplies them (training), and one kernel that combines them."""
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from pallas_kernels import registry
 from pallas_kernels.gemm import hopper as gemm
 from pallas_kernels.gemm import hopper_large
 from pallas_kernels.logprob import EIGHTHS, VOCAB_BLOCK, padded_vocab
-from pallas_kernels.logprob.hopper_blocks import FIXED_POINT_BITS, FLOOR, LOG2E, block_stats
-from pallas_kernels.logprob.hopper_combine import LN2, LOG1P, NATS_HIGH, NATS_LOW, combine
+from pallas_kernels.logprob.hopper_blocks import COLUMNS, FIXED_POINT_BITS, FLOOR, LOG2E, block_stats
+from pallas_kernels.logprob.hopper_combine import GROUP, LN2, LN2_LOW, LOG1P, combine
 from pallas_kernels.logprob.hopper_head import gradient, sums
 
 VERSION = 1
@@ -31,15 +31,18 @@ def entry(V8: int) -> dict:
         "semantics": "log-softmax of logits * inv_temp over the full vocabulary, nats",
         "vocab_padded": V8,
         "vocab_block": VOCAB_BLOCK,
-        "maximum": "per block, times inv_temp (mul.rn), times log2e (mul.rp), rounded up to a whole number",
+        "scale": "mul.rn(inv_temp, log2e)",
+        "maximum": "per block, times scale (mul.rp), rounded up to a whole number",
         "maximum_floor": FLOOR,
-        "term": "ex2.approx.ftz(fma(logit * inv_temp, log2e, -maximum))",
+        "term": "ex2.approx.ftz(fma(logit, scale, -maximum))",
         "fixed_point_bits": FIXED_POINT_BITS,
         "log2e": LOG2E.hex(),
-        "order": f"integers in a block, blocks in order in an eighth, tree({EIGHTHS}) over eighths",
+        "order": f"halving to {COLUMNS} columns and integers in a block, tree({GROUP}) over blocks, in order in an eighth, "
+        f"tree({EIGHTHS}) over eighths",
         "accumulate": "float32",
-        "log": [x.hex() for x in (NATS_HIGH, NATS_LOW, LN2, *LOG1P)],
-        "result": "(target * inv_temp - maximum / log2e) - log(sum)",
+        "log": [x.hex() for x in (LN2, LN2_LOW, *LOG1P)],
+        "result": "sum = 2^k e^l; d + lost = target * scale - (maximum + k); low = fma(-scale, ln2, inv_temp) / scale; "
+        "rest = fma(-k, low - ln2_low, l); fma(d, ln2, fma(d, low, fma(lost, ln2, -rest)))",
         "clamp": "<= 0",
     }
 

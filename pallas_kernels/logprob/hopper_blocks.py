@@ -1,8 +1,9 @@
 """Sums of a vocabulary block of 128 on Hopper: one arithmetic, in registers, whichever kernel has the logits.
 
-With s = logit * inv_temp, a block gives M, the largest s in units of log2 rounded up to a whole number, and the sum of
-2^(s log2(e) - M) in fixed point: each term is at most 1 and is rounded to a multiple of 2^-23, so that the sum is of integers
-and has the same bits in any order, in any layout, under any schedule.
+With scale = inv_temp * log2(e), rounded once, a block gives M, its largest logit * scale rounded up to a whole number, and the
+sum of 2^(logit * scale - M): halves of the block are added to one another down to 8 columns, which one thread does for
+itself, and these 8 as multiples of 2^-23. Integers have the same sum in any order, in any layout, under any schedule. (All 128
+as integers would lose what is below 2^-24 of the largest: a sharp distribution's tail.)
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ ROWS = 64
 """Rows of a tile: those of one warpgroup."""
 STEPS = 6
 CONSUMERS = 2
-ONE = 0x3F800000
+COLUMNS = 8
+"""Columns of Layout.WGMMA that several threads share."""
 TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 
 
@@ -37,15 +39,16 @@ def block_sums(z_MV: jax.Array, inv_temp_M: jax.Array) -> tuple[jax.Array, jax.A
     A NaN among a row's logits makes its M NaN.
     """
     row = mosaic.row_layout()
-    top_M = mosaic.mul(z_MV.max(axis=1), inv_temp_M, row)  # inv_temp > 0: the product of the largest is the largest
-    # Rounded up twice: no exponent below is above 0, whatever rounds there.
-    max_M = mosaic.ceil(mosaic.mul_up(top_M, LOG2E, row), row)
+    scale_M = mosaic.mul(inv_temp_M, LOG2E, row)
+    # The largest logit's product is the largest, and rounded up: no exponent below is above 0.
+    max_M = mosaic.ceil(mosaic.mul_up(z_MV.max(axis=1), scale_M, row), row)
     max_M = jnp.maximum(max_M, FLOOR)
-    s_MV = mosaic.mul(z_MV, mosaic.rows(inv_temp_M, z_MV.shape))
-    p_MV = mosaic.exp2(mosaic.fma(s_MV, LOG2E, mosaic.rows(-max_M, z_MV.shape)))
-    # 1 + p is in [1, 2]: its bits count multiples of 2^-23 from those of 1.
-    bits_MV = lax.bitcast_convert_type(mosaic.add(p_MV, 1.0), jnp.int32)
-    return max_M, bits_MV.sum(axis=1) - jnp.int32((VOCAB_BLOCK * ONE) % 2**32 - 2**32)
+    sum_MV = mosaic.exp2(mosaic.fma(z_MV, mosaic.rows(scale_M, z_MV.shape), mosaic.rows(-max_M, z_MV.shape)))
+    while sum_MV.shape[1] > COLUMNS:
+        half = sum_MV.shape[1] // 2
+        sum_MV = mosaic.add(sum_MV[:, :half], sum_MV[:, half:])
+    count_MV = mosaic.nearest(mosaic.mul(sum_MV, 2.0**FIXED_POINT_BITS)).astype(jnp.int32)
+    return max_M, count_MV.sum(axis=1)
 
 
 @jax.jit

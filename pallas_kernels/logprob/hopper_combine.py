@@ -1,8 +1,9 @@
 """From block sums to the log-probability on Hopper: one kernel, whichever kernel made the sums.
 
-Blocks are added in order inside an eighth of the vocabulary, eighths in a balanced tree, in fp32; every scale is a power of
-two. The largest exponent M and the target meet before the logarithm is subtracted, so that large logits do not cost
-precision.
+Blocks are added in groups of 16, each a balanced tree, groups in order inside an eighth of the vocabulary, eighths in a
+balanced tree, in fp32; every scale is a power of two. The whole numbers among the exponents, the largest M and the sum's
+own, meet the target's exponent without a rounding, so that the log-probability is rounded once at its own size: neither large
+logits nor a large vocabulary cost precision.
 """
 
 from __future__ import annotations
@@ -22,15 +23,12 @@ from pallas_kernels.logprob.hopper_blocks import FIXED_POINT_BITS, FLOOR, LOG2E
 
 ROWS = 128
 """Rows of a program: one a thread."""
-AHEAD = 16
-"""Blocks whose sums are on their way from memory together."""
+GROUP = 16
+"""Blocks whose sums are on their way from memory together, and are added in a tree."""
 LAYOUT = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
 
-# Block sums count in units of log2 by fp32 LOG2E: back in nats, M is worth M / LOG2E, in two parts.
-_NATS = 1.0 / float(np.float32(LOG2E))
-NATS_HIGH = float(np.float32(_NATS))
-NATS_LOW = float(np.float32(_NATS - NATS_HIGH))
 LN2 = float(np.float32(np.log(2.0)))
+LN2_LOW = float(np.float32(np.log(2.0) - LN2))
 # (log1p(f) - f) / f^2 for f in [-1/3, 1/3], by powers of f: minimax, 0.6 ulp of log1p in all.
 LOG1P = (
     -0.5, 0.3333320915699005, -0.24999716877937317, 0.20010747015476227, -0.16682302951812744, 0.14001159369945526,
@@ -66,8 +64,21 @@ def _join(a, b):
     return top, _add(_mul(a[1], _power(a[0] - top)), _mul(b[1], _power(b[0] - top)))
 
 
-def log(x: jax.Array) -> jax.Array:
-    """ln of positive, normal fp32 x; within 1 ulp but for cancellation between exponent and mantissa."""
+def _tree(terms: list, add):
+    while len(terms) > 1:
+        terms = [add(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
+    return terms[0]
+
+
+def _two_sum(x, y):
+    """x + y rounded, and what the rounding lost."""
+    total = _add(x, y)
+    y_in = _add(total, -x)
+    return total, _add(_add(x, -_add(total, -y_in)), _add(y, -y_in))
+
+
+def log(x: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(k, l): ln(x) = k ln2 + l of positive, normal fp32 x; k a whole number, l in [ln 2/3, ln 4/3] within 1 ulp."""
     bits = lax.bitcast_convert_type(x, jnp.int32)
     # Exponent and mantissa, the mantissa in [2/3, 4/3).
     k = (bits - 0x3F2AAAAB) >> 23
@@ -75,7 +86,27 @@ def log(x: jax.Array) -> jax.Array:
     series = _fma(f, LOG1P[-1], LOG1P[-2])
     for coefficient in LOG1P[-3::-1]:
         series = _fma(series, f, coefficient)
-    return _fma(k.astype(jnp.float32), LN2, _fma(_mul(f, f), series, f))
+    return k.astype(jnp.float32), _fma(_mul(f, f), series, f)
+
+
+def _finish(max_P, sum_P, target_P, inv_temp_P) -> tuple[jax.Array, jax.Array]:
+    """(log-probability, log-sum-exp) from the sum of 2^(logit * scale - M).
+
+    With d = target * scale - M - k, where the sum is 2^k e^l, the log-probability is d ln2 - l, but for the rounding of scale
+    = inv_temp * log2(e): d is worth inv_temp / scale nats each, LN2 + low, and k, which scale did not make, ln2.
+    """
+    scale_P = _mul(inv_temp_P, LOG2E)
+    low_P = mosaic.div(_fma(-scale_P, LN2, inv_temp_P), scale_P, LAYOUT)
+    k_P, rest_P = log(sum_P)
+    rest_P = _fma(-k_P, _add(low_P, -LN2_LOW), rest_P)
+    max_P = _add(max_P, k_P)
+    exponent_P = _mul(target_P, scale_P)
+    d_P, lost_P = _two_sum(exponent_P, -max_P)
+    lost_P = _add(lost_P, _fma(target_P, scale_P, -exponent_P))
+    # What is small first: one rounding is of the result's size.
+    logprob_P = _fma(d_P, LN2, _fma(d_P, low_P, _fma(lost_P, LN2, -rest_P)))
+    logprob_P = jnp.where(exponent_P == -jnp.inf, exponent_P, logprob_P)  # what it lost is NaN
+    return jnp.minimum(logprob_P, 0.0), _fma(max_P, LN2, _fma(max_P, low_P, rest_P))
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -98,38 +129,30 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
 
         start = eighth * per_eighth
 
-        def in_order(i, total):
-            numbers = [i * AHEAD + n for n in range(AHEAD)]
+        def group(i, total):
+            numbers = [i * GROUP + n for n in range(GROUP)]
             at = [start + jnp.minimum(n, per_eighth - 1) for n in numbers]
             found = [(load(max_g.at[n, rows]), load(sum_g.at[n, rows]).astype(jnp.float32)) for n in at]
-            if per_eighth % AHEAD:  # past the end the last one again, weighing nothing
+            if per_eighth % GROUP:  # past the end the last one again, weighing nothing
                 found = [
                     (m, s * (n < per_eighth).astype(jnp.float32)) for (m, s), n in zip(found, numbers, strict=True)
                 ]
-            # Scales are exact: all terms to one exponent first, then only additions wait for one another.
+            # Scales are exact: all terms to one exponent first.
             top = functools.reduce(jnp.maximum, [max_P for max_P, _ in found], total[0])
             sum_P = _mul(total[1], _power(total[0] - top))
-            for term_P in [_mul(sum_P, _power(max_P - top)) for max_P, sum_P in found]:
-                sum_P = _add(sum_P, term_P)
-            return top, sum_P
+            return top, _add(sum_P, _tree([_mul(sum_P, _power(max_P - top)) for max_P, sum_P in found], _add))
 
         total = tuple(plgpu.layout_cast(_full(value), LAYOUT) for value in (FLOOR, 0.0))
-        total = lax.fori_loop(0, -(-per_eighth // AHEAD), in_order, total)
+        total = lax.fori_loop(0, -(-per_eighth // GROUP), group, total)
         max_s[eighth], sum_s[eighth] = total
         plgpu.barrier_arrive(ready)
 
         @pl.when(eighth == 0)
-        def _finish():
+        def _last():
             plgpu.barrier_wait(ready)
-            sums = [(load(max_s.at[e]), load(sum_s.at[e])) for e in range(EIGHTHS)]
-            while len(sums) > 1:
-                sums = [_join(a, b) for a, b in zip(sums[::2], sums[1::2], strict=True)]
-            ((top_P, sum_P),) = sums
-            # What is small first: only two roundings are of the result's size.
-            low_P = _fma(top_P, NATS_LOW, log(_mul(sum_P, 2.0**-FIXED_POINT_BITS)))
-            target_P = _mul(load(target_g.at[rows]), load(inv_temp_g.at[rows]))
-            logprob_g[rows] = jnp.minimum(_add(_fma(-top_P, NATS_HIGH, target_P), -low_P), 0.0)
-            lse_g[rows] = _fma(top_P, NATS_HIGH, low_P)
+            max_P, sum_P = _tree([(load(max_s.at[e]), load(sum_s.at[e])) for e in range(EIGHTHS)], _join)
+            sum_P = _mul(sum_P, 2.0**-FIXED_POINT_BITS)
+            logprob_g[rows], lse_g[rows] = _finish(max_P, sum_P, load(target_g.at[rows]), load(inv_temp_g.at[rows]))
 
     return mosaic.kernel(
         body,

@@ -12,8 +12,21 @@ import pytest
 from pallas_kernels import logprob
 from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
-from pallas_kernels.logprob import hopper, hopper_blocks, hopper_combine
+from pallas_kernels.logprob import hopper, hopper_blocks
 from pallas_kernels.weight import Weight
+from tests.pallas_kernels.base import bits, same
+from tests.pallas_kernels.logprob_work import (
+    LOGITS,
+    UNIT,
+    combined,
+    counts,
+    error,
+    exact,
+    library,
+    plant,
+    powers,
+    rounding,
+)
 
 T, D = 4096, 320
 
@@ -45,10 +58,6 @@ reduce = jax.jit(hopper.reduce)
 @functools.cache
 def whole(V: int) -> np.ndarray:
     return np.asarray(train(*operands(V)))
-
-
-def bits(x) -> np.ndarray:
-    return np.asarray(x).view(np.uint32)
 
 
 def differ(a, b) -> int:
@@ -127,64 +136,30 @@ def test_with_a_gradient_and_remat():
     p = np.exp(z - z.max(1, keepdims=True))
     dz = (np.eye(V)[targets] - p / p.sum(1, keepdims=True)) * np.asarray(g * inv_temp, np.float64)[:, None]
     want = dz @ np.asarray(w, np.float64), dz.T @ np.asarray(x, np.float64)
-    for mine, twice, library, exactly in zip(ours, again, theirs, want, strict=True):
-        mine, twice, library = (np.asarray(y, np.float32) for y in (mine, twice, library))
+    for mine, twice, other, exactly in zip(ours, again, theirs, want, strict=True):
+        mine, twice, other = (np.asarray(y, np.float32) for y in (mine, twice, other))
         assert differ(mine, twice) == 0
-        mine, library = (np.linalg.norm(y - exactly) / np.linalg.norm(exactly) for y in (mine, library))
-        assert mine <= max(1.2 * library, 4e-3), (mine, library)  # dz in bf16, as a library's operand would be
+        mine, other = (np.linalg.norm(y - exactly) / np.linalg.norm(exactly) for y in (mine, other))
+        assert mine <= max(1.2 * other, 4e-3), (mine, other)  # dz in bf16, as a library's operand would be
 
 
-def ordered_lse(blocks: int, max_nP: np.ndarray, sum_nP: np.ndarray) -> np.ndarray:
-    """The combination of block sums that the entry names, in numpy; a product and a sum in float64 are one fma."""
-    f32 = np.float32
-    fma = lambda x, y, z: (x.astype(np.float64) * np.float64(f32(y)) + z).astype(f32)  # noqa: E731
-
-    def join(a, b):
-        top = np.maximum(a[0], b[0])
-        return top, np.ldexp(a[1], (a[0] - top).astype(int)) + np.ldexp(b[1], (b[0] - top).astype(int))
-
-    terms = [(m, s.astype(f32)) for m, s in zip(max_nP, sum_nP, strict=True)]
-    terms = [functools.reduce(join, terms[i : i + blocks // 8]) for i in range(0, blocks, blocks // 8)]
-    while len(terms) > 1:
-        terms = [join(a, b) for a, b in zip(terms[::2], terms[1::2], strict=True)]
-    top, total = terms[0]
-    m, k = np.frexp(total * f32(2.0**-hopper_blocks.FIXED_POINT_BITS))
-    low = m * 2 < f32(4 / 3)
-    f, k = np.where(low, 2 * m, m).astype(f32) - f32(1), np.where(low, k - 1, k)
-    series = np.full_like(f, hopper_combine.LOG1P[-1])
-    for c in hopper_combine.LOG1P[-2::-1]:
-        series = (series.astype(np.float64) * f + np.float64(f32(c))).astype(f32)
-    log = fma(k.astype(f32), hopper_combine.LN2, ((f * f).astype(np.float64) * series + f).astype(f32))
-    return fma(top, hopper_combine.NATS_HIGH, fma(top, hopper_combine.NATS_LOW, log))
+def test_a_blocks_sum_is_the_one_that_its_entry_names():
+    z = powers()
+    top, count = (np.asarray(y) for y in hopper_blocks.block_stats(z, jnp.full(64, UNIT)))
+    assert (top == 0).all() and same(count, [counts(np.exp2(z))])
+    assert not same(count, [counts(np.exp2(np.sort(z)))])  # the rows tell orders apart
 
 
 def test_it_sums_in_the_order_that_its_entry_names():
-    z, inv_temp = jax.random.normal(jax.random.key(0), (64, 48 * 1024)) * 3, jnp.full(128, 1 / 0.7, jnp.float32)
-    top, total = (np.asarray(y)[:, :64] for y in hopper_blocks.block_stats(z, inv_temp))
-    got = np.asarray(reduce(z, jnp.zeros(64, jnp.int32), inv_temp[:64])[1])
-    assert differ(got, ordered_lse(len(top), top, total)) == 0
-    turned = [y.reshape(8, -1, 64)[:, ::-1].reshape(y.shape) for y in (top, total)]
-    assert differ(got, ordered_lse(len(top), *turned)) > 0  # the rows tell orders apart
-
-
-def exact(z, targets, inv_temp) -> np.ndarray:
-    s = np.asarray(z, np.float64) * np.asarray(inv_temp, np.float64)[:, None]
-    top = s.max(1, keepdims=True)
-    return s[np.arange(len(s)), targets] - (np.log(np.exp(s - top).sum(1)) + top[:, 0])
-
-
-@jax.jit
-def library(z, targets, inv_temp):
-    return jnp.take_along_axis(jax.nn.log_softmax(z * inv_temp[:, None], axis=1), targets[:, None], axis=1)[:, 0]
-
-
-LOGITS = {
-    "as a model's": lambda key, shape: jax.random.normal(key, shape) * 3,
-    "wide": lambda key, shape: jax.random.normal(key, shape) * 40,
-    "far from 0": lambda key, shape: jax.random.normal(key, shape) * 3 + 200,
-    "all equal": lambda key, shape: jnp.full(shape, 7.3),
-    "one hot": lambda key, shape: jax.random.normal(key, shape).at[:, 3].add(60.0),
-}
+    B = 64
+    z, inv_temp = jax.random.normal(jax.random.key(0), (B, 48 * 1024)) * 3, jnp.full(128, 1 / 0.7, jnp.float32)
+    targets = jnp.where(jnp.arange(B) % 2 == 0, jnp.argmax(z, axis=1), 0)
+    target = z[jnp.arange(B), targets]
+    stats = [np.asarray(y)[:, :B] for y in hopper_blocks.block_stats(z, inv_temp)]
+    got = reduce(z, targets, inv_temp[:B])
+    assert same(got, combined(*stats, target, inv_temp[:B]))
+    turned = [y.reshape(8, -1, B)[:, ::-1].reshape(y.shape) for y in stats]
+    assert not same(got, combined(*turned, target, inv_temp[:B]))  # the rows tell orders apart
 
 
 @pytest.mark.parametrize("V", [1024, 151936])
@@ -196,17 +171,19 @@ def test_no_less_accurate_than_the_library(V):
         padded = jnp.pad(z, ((0, 0), (0, logprob.padded_vocab(V) - V)), constant_values=-jnp.inf)
         others = jax.random.randint(jax.random.key(2), (B,), 0, V)
         targets = jnp.where(jnp.arange(B) % 2 == 0, jnp.argmax(z, axis=1), others).astype(jnp.int32)
-        want = exact(z, targets, inv_temp)
+        want, _ = exact(z, targets, inv_temp)
         found = reduce(padded, targets, inv_temp)[0], library(z, targets, inv_temp)
-        ours, theirs = (np.sqrt(((np.asarray(y, np.float64) - want) ** 2).mean()) for y in found)
-        # To half an ulp of the results and of logarithms of sums up to V.
-        rounding = np.sqrt((np.spacing(np.abs(want).astype(np.float32)) ** 2).mean()) / 2 + 2.0**-22
-        assert ours <= theirs * 1.05 + 1e-9 or ours <= rounding, f"{kind}: {ours} against {theirs}"
+        ours, theirs = (error(y, want) for y in found)
+        assert ours <= max(theirs * 1.05, rounding(want)), f"{kind}: {ours} against {theirs}"
 
 
-def test_control_the_library_gives_other_bits_in_another_batch():
-    z, targets = jax.random.normal(jax.random.key(1), (300, 151936)) * 3, jnp.arange(300)
-    assert differ(library(z, targets, jnp.ones(300))[:64], library(z[:64], targets[:64], jnp.ones(64))) > 0
+def test_control_one_ulp_of_a_logit_reaches_its_row_and_no_other():
+    z = jax.random.normal(jax.random.key(1), (64, 48 * 1024)) * 3
+    targets = jnp.argmax(z, axis=1).astype(jnp.int32)
+    before = np.asarray(reduce(z, targets, jnp.ones(64))[0])
+    row, z = plant(z, targets, before)
+    after = reduce(z, targets, jnp.ones(64))[0]
+    assert np.flatnonzero(bits(after) != bits(before)).tolist() == [row]
 
 
 def test_extreme_logits():
