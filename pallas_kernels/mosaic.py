@@ -19,6 +19,8 @@ from jax import lax
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
+from pallas_kernels import environment
+
 SMS = 132
 """Streaming multiprocessors of an H100 SXM or H200: persistent kernels launch this many programs."""
 
@@ -29,9 +31,22 @@ _interpret: contextvars.ContextVar[bool] = contextvars.ContextVar("interpret", d
 _trace_context = jax.make_user_context(False)
 
 
+INTERPRETER_THREADS = 32
+"""Threads of XLA's CPU client that the interpreter needs: each warpgroup that waits holds one."""
+
+
 @contextlib.contextmanager
 def interpreted():
-    """Kernels traced inside run on the CPU, in JAX's GPU interpreter with race detection."""
+    """Kernels traced inside run on the CPU, in JAX's GPU interpreter with race detection.
+
+    Raises:
+      RuntimeError: XLA's CPU client has so few threads that warpgroups could wait for each other for ever.
+    """
+    if environment.cpu_threads() < INTERPRETER_THREADS:
+        raise RuntimeError(
+            f"JAX's GPU interpreter needs more threads than this process has ({environment.cpu_threads()}): set "
+            f"PJRT_NPROC={INTERPRETER_THREADS} before JAX starts (`make test` does)"
+        )
     token = _interpret.set(True)
     try:
         with _trace_context(True):  # part of the key of JAX's caches: nothing is answered from a trace for the GPU

@@ -19,12 +19,19 @@ import hypothesis  # noqa: E402
 import pytest  # noqa: E402
 
 import isomodel  # noqa: E402, F401  (sets XLA's flags before any test computes)
-from pallas_kernels import environment  # noqa: E402
+from pallas_kernels import environment, mosaic  # noqa: E402
 
 hypothesis.settings.register_profile("same", derandomize=True, deadline=None)
 hypothesis.settings.load_profile("same")
 
 _ON_GPU = pathlib.Path(__file__).parent / "gpu"
+
+
+def pytest_configure(config):
+    """Kernels in JAX's GPU interpreter block a thread for each warpgroup: with as many threads as a small machine has cores
+    they wait for each other for ever. They run by themselves, since tests of the environment count threads."""
+    if config.args and all("test_hopper_" in arg for arg in config.args):
+        os.environ.setdefault("PJRT_NPROC", str(mosaic.INTERPRETER_THREADS))
 
 
 def pytest_sessionstart(session):

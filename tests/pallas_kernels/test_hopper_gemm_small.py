@@ -66,7 +66,7 @@ def test_programs_that_wait_for_each_other():
     of 2 CPUs none is left for the one that they wait for."""
     code = "from tests.pallas_kernels import test_hopper_gemm_small as t\nfor c in t.CROWDED.values(): t.check(c, t.jnp.float32)"
     child = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PJRT_NPROC": "16"}, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], env={**os.environ, "PJRT_NPROC": str(mosaic.INTERPRETER_THREADS)}, capture_output=True, text=True, timeout=120
     )
     assert child.returncode == 0, child.stderr[-2000:]
 
