@@ -15,34 +15,12 @@ from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.verify import gates
 from isomodel.verify.subject import Subject
-from tests.isomodel import smollm2
+from tests.isomodel import shapes, smollm2
 
 HOPPER = Numerics("iso", "hopper", "bfloat16")
 
-QWEN3_06B = ModelConfig(
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_layers=28,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=4096,
-    tie_embeddings=True,
-    qk_norm=True,
-)
 # A gate sees a fault in a layer of its shape, not in how many there are: four layers keep the run short.
-QWEN3_8B = dataclasses.replace(
-    QWEN3_06B,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=4,
-    num_heads=32,
-    tie_embeddings=False,
-)
+QWEN3_8B = dataclasses.replace(shapes.QWEN3_8B, num_layers=4)
 
 
 @functools.cache
@@ -51,7 +29,7 @@ def subject(name: str) -> Subject:
         folder = smollm2.folder()
         cfg = ModelConfig.load(folder)
         return Subject(cfg, HOPPER, weights.load(folder, cfg, "bfloat16"))
-    cfg = {"qwen3-0.6b": QWEN3_06B, "qwen3-8b": QWEN3_8B}[name]
+    cfg = {"qwen3-0.6b": shapes.QWEN3_06B, "qwen3-8b": QWEN3_8B}[name]
     params = jax.jit(lambda: specs.init_params(cfg, 0, jnp.bfloat16))()
     # Ones and small normals hide reordering: norms off 1, and heavier tails than init gives.
     spread = lambda i, w: w * jnp.exp2(jax.random.randint(jax.random.key(i), w.shape, -2, 3).astype(jnp.bfloat16))  # noqa: E731
@@ -86,7 +64,7 @@ def test_gate(name, gate):
 @pytest.mark.xdist_group("verify")
 def test_verify_prints_zeros_and_a_fresh_process_agrees(tmp_path, capsys):
     """The command as a user runs it, with the gate that compiles everything again in another process."""
-    config = dataclasses.replace(QWEN3_06B, num_layers=2, vocab_size=4096).to_hf()
+    config = dataclasses.replace(shapes.QWEN3_06B, num_layers=2, vocab_size=4096).to_hf()
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert cli.main(["verify", str(tmp_path), "--random-weights", "0", "--tokens", "4", "--backend", "hopper"]) == 0
     assert "14 gates: 14 passed, 0 failed" in capsys.readouterr().out

@@ -11,9 +11,9 @@ import pytest
 
 from isomodel import model, specs
 from isomodel.batch import Batch, TrainPages
-from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout import programs
+from tests.isomodel import shapes
 
 
 class Hopper(Numerics):
@@ -24,34 +24,11 @@ class Hopper(Numerics):
 
 HOPPER = Hopper("iso", "hopper", "bfloat16")
 
-SMOLLM2 = ModelConfig(
-    family="llama",
-    vocab_size=49152,
-    hidden_size=576,
-    intermediate_size=1536,
-    num_layers=2,
-    num_heads=9,
-    num_kv_heads=3,
-    head_dim=64,
-    rms_norm_eps=1e-5,
-    rope_theta=1e5,
-    max_positions=512,
-    tie_embeddings=True,
-    qk_norm=False,
-)
-QWEN3_06B = dataclasses.replace(
-    SMOLLM2,
-    family="qwen3",
-    vocab_size=151936,
-    hidden_size=1024,
-    intermediate_size=3072,
-    num_heads=16,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    qk_norm=True,
-)
-MODELS = {"smollm2": SMOLLM2, "qwen3-0.6b": QWEN3_06B}
+SHORT = {"num_layers": 2, "max_positions": 512}
+MODELS = {
+    "smollm2": dataclasses.replace(shapes.SMOLLM2, **SHORT),
+    "qwen3-0.6b": dataclasses.replace(shapes.QWEN3_06B, **SHORT),
+}
 SHAPES = programs.Shapes(num_pages=64, page_size=16, table_width=16, decode_steps=2, return_logits=True)
 
 
