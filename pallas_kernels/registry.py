@@ -21,6 +21,11 @@ _recordings = itertools.count(1)
 _trace_context = jax.make_user_context(0)
 
 
+USE_BF16 = "set numerics.compute_dtype=bfloat16 (--dtype bfloat16)"
+USE_CPU = "run this model with JAX_PLATFORMS=cpu, on the reference backend"
+"""What to do where a Hopper kernel refuses a dtype, or a shape."""
+
+
 class Unsupported(RuntimeError):
     """An implementation that was asked for by name cannot serve; the message says why."""
 

@@ -27,7 +27,7 @@ def refuse_all_but_bf16(op: str, dtype) -> None:
     """Raises registry.Unsupported for another dtype."""
     if jnp.dtype(dtype) != jnp.bfloat16:
         raise registry.Unsupported(
-            f"{op}: the Hopper kernel takes bfloat16, not {jnp.dtype(dtype)}; use backend=reference"
+            f"{op}: the Hopper kernel takes bfloat16, not {jnp.dtype(dtype)}; {registry.USE_BF16}"
         )
 
 

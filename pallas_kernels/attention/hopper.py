@@ -77,7 +77,8 @@ def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, laye
       registry.Unsupported: dtypes or shapes that the kernels do not serve.
     """
     if reason := unsupported_reason(q_THd, k_pages):
-        raise registry.Unsupported(f"Hopper attention {reason}")
+        hint = registry.USE_BF16 if q_THd.dtype != jnp.bfloat16 else registry.USE_CPU
+        raise registry.Unsupported(f"Hopper attention {reason}; {hint}")
     *_, N, page, K, d = k_pages.shape
     T, H, _ = q_THd.shape
     shape = Shape(H, K, d, page)

@@ -58,12 +58,12 @@ def gemm(
     width = padded_N or N
     out_dtype = jnp.dtype(out_dtype)
     if x_TK.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16:
-        raise registry.Unsupported(f"Hopper GEMM multiplies bfloat16, got {x_TK.dtype} and {value.dtype}")
+        raise registry.Unsupported(f"Hopper GEMM multiplies bfloat16, got {x_TK.dtype} and {value.dtype}; {registry.USE_BF16}")
     if out_dtype not in (jnp.bfloat16, jnp.float32):
         raise registry.Unsupported(f"Hopper GEMM rounds to bfloat16 or float32, not {out_dtype}")
     if K % (hopper_large.STEP * leaves) or N % 8 or width % 8:
         raise registry.Unsupported(
-            f"Hopper GEMM needs K in {leaves} leaves of a multiple of {hopper_large.STEP} and N a multiple of 8, got K={K}, N={N}"
+            f"Hopper GEMM needs K in {leaves} leaves of a multiple of {hopper_large.STEP} and N a multiple of 8, got K={K}, N={N}; {registry.USE_CPU}"
         )
     extra = -T % LOAD_ROWS if T > LOAD_ROWS else 0
     x_PK = jnp.pad(x_TK, ((0, extra), (0, 0))) if extra else x_TK

@@ -91,10 +91,10 @@ def backward(x_TD, w_VD, targets_T, inv_temp_T, lse_T, dlp_T, dw_dtype) -> tuple
 def _check(x_TD, w_VD) -> None:
     (V, D), dtypes = w_VD.shape, {x_TD.dtype, w_VD.dtype}
     if dtypes != {jnp.dtype(jnp.bfloat16)}:
-        raise registry.Unsupported(f"Hopper log-probability multiplies bfloat16, got {x_TD.dtype} and {w_VD.dtype}")
+        raise registry.Unsupported(f"Hopper log-probability multiplies bfloat16, got {x_TD.dtype} and {w_VD.dtype}; {registry.USE_BF16}")
     if D % hopper_large.STEP or V % 8:
         raise registry.Unsupported(
-            f"Hopper log-probability needs D a multiple of {hopper_large.STEP} and V a multiple of 8, got D={D}, V={V}"
+            f"Hopper log-probability needs D a multiple of {hopper_large.STEP} and V a multiple of 8, got D={D}, V={V}; {registry.USE_CPU}"
         )
 
 

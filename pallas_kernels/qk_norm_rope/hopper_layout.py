@@ -24,5 +24,5 @@ def tile_rows(h: int, vector: int = 8) -> int:
       registry.Unsupported: no such layout.
     """
     if h not in (16, 32, 64, 128):
-        raise registry.Unsupported(f"qk_norm_rope: the Hopper kernel takes head_dim 32, 64, 128 or 256, not {2 * h}")
+        raise registry.Unsupported(f"qk_norm_rope: the Hopper kernel takes head_dim 32, 64, 128 or 256, not {2 * h}; {registry.USE_CPU}")
     return 128 * vector // h

@@ -19,7 +19,7 @@ def unit(D: int) -> int:
     """
     u = min(64, D & -D)
     if u < 16 or D // u > 252:
-        raise registry.Unsupported(f"rms_norm: the Hopper kernel takes widths that are multiples of 64, not {D}")
+        raise registry.Unsupported(f"rms_norm: the Hopper kernel takes widths that are multiples of 64, not {D}; {registry.USE_CPU}")
     return u
 
 

@@ -44,7 +44,7 @@ def _call(gate_up_TN, *, plan):
     T, N = gate_up_TN.shape
     F = N // 2
     if F % 8:
-        raise registry.Unsupported(f"silu_mul: the Hopper kernel takes widths that are multiples of 8, not {F}")
+        raise registry.Unsupported(f"silu_mul: the Hopper kernel takes widths that are multiples of 8, not {F}; {registry.USE_CPU}")
     rows, stages, programs = plan
     across = -(-F // COLUMNS)
     tiles = -(-T // rows) * across
