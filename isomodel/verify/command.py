@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import functools
 import json
+import os
 import sys
 import time
 
@@ -36,6 +39,7 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Runs the gates on args.model; returns 1 if one fails."""
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # two processes share a GPU's memory
     environment.use(args.numerics)
     numerics = Numerics(args.numerics, args.backend, args.dtype)
     numerics.impl  # noqa: B018  (refuses a backend that cannot serve before anything is loaded)
@@ -65,14 +69,15 @@ def run(args: argparse.Namespace) -> int:
 
 def run_gates(subject: Subject, command: list[str] | None = None, done=lambda result, seconds: None):
     """Yields each gate's result; `done` is called with it and its seconds. Without `command`, no second process."""
-    run_one = [lambda gate=gate: gate(subject) for gate in gates.ALL]
-    if command:
-        run_one.append(lambda: gates.fresh_process(subject, command))
-    for gate in run_one:
-        start = time.perf_counter()
-        result = gate()
-        done(result, time.perf_counter() - start)
-        yield result
+    with gates.SecondProcess(command) if command else contextlib.nullcontext() as second:
+        run_one = [functools.partial(gate, subject) for gate in gates.ALL]
+        if second:
+            run_one.append(functools.partial(gates.fresh_process, subject, second))
+        for gate in run_one:
+            start = time.perf_counter()
+            result = gate()
+            done(result, time.perf_counter() - start)
+            yield result
 
 
 def _mark(result: GateResult) -> str:

@@ -9,6 +9,7 @@ import hashlib
 import math
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
 
 import jax
@@ -110,9 +111,7 @@ def abort(subject: Subject) -> GateResult:
     tally = Tally()
     engine = subject.engine()
     name = engine.add_request(subject.prompts[2], SamplingParams(max_tokens=60, seed=9, ignore_eos=True))
-    others = [
-        engine.add_request(p, s) for p, s in zip(subject.prompts[:6], subject.sampling[:6], strict=True)
-    ]
+    others = [engine.add_request(p, s) for p, s in zip(subject.prompts[:6], subject.sampling[:6], strict=True)]
     done = {c.request_id: c for c in engine.step()}
     aborted = engine.abort(name)
     while engine.has_work:
@@ -137,17 +136,17 @@ def garbage(subject: Subject) -> GateResult:
     tally = Tally()
 
     @jax.jit
-    def step(batch, cache):
-        hidden_TD, cache = model.forward(subject.cfg, subject.numerics, subject.params, batch, cache)
-        rows = model.logits(subject.cfg, subject.numerics, subject.params, hidden_TD[-1:])
+    def step(params, batch, cache):
+        hidden_TD, cache = model.forward(subject.cfg, subject.numerics, params, batch, cache)
+        rows = model.logits(subject.cfg, subject.numerics, params, hidden_TD[-1:])
         return rows, cache
 
     for index in (2, 7):
         before, last = subject.cache_batch(index)
         zeros = KVCache.zeros(subject.cfg, 32, 16, subject.numerics.dtype)
         dirty = jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), zeros)
-        _, dirty = step(before, dirty)
-        row_V = np.asarray(step(last, dirty)[0])[0, : subject.cfg.vocab_size]
+        _, dirty = step(subject.params, before, dirty)
+        row_V = np.asarray(step(subject.params, last, dirty)[0])[0, : subject.cfg.vocab_size]
         tally.add(row_V, subject.alone[index].logits[-1][: subject.cfg.vocab_size])
     count = int(jnp.isnan(dirty.k_LNpKd).sum())
     return tally.result("6 garbage", "NaN in unwritten rows = zeros", f"{count} NaN in the pages", count > 0)
@@ -165,18 +164,46 @@ def shapes(subject: Subject) -> GateResult:
     return tally.result("7 shapes", "any bucket, page size, loop length", f"{len(variants)} other shapes")
 
 
-def fresh_process(subject: Subject, command: list[str]) -> GateResult:
-    """Another process, which compiles everything again, samples the same work.
+class SecondProcess:
+    """A process that samples the same work while this one runs its gates; ended with the `with` block at the latest.
 
     Args:
-      command: of a process that prints `digest` of its own Subject of the same model.
+      command: prints `digest` of its own Subject of the same model as its last word.
     """
+
+    def __init__(self, command: list[str]):
+        # A file, not a pipe: nobody reads while it runs, and a full pipe would stop it.
+        self._out, self._err = tempfile.TemporaryFile("w+"), tempfile.TemporaryFile("w+")
+        self._process = subprocess.Popen(command, stdout=self._out, stderr=self._err, text=True)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *_):
+        self._process.kill()
+        self._process.wait()
+        self._out.close()
+        self._err.close()
+
+    def digest(self) -> bytes:
+        """What it printed, when it is done.
+
+        Raises:
+          RuntimeError: it failed; the end of what it wrote.
+        """
+        code = self._process.wait()
+        self._out.seek(0)
+        self._err.seek(0)
+        if code:
+            raise RuntimeError(f"the second process ended with {code}: {self._err.read()[-2000:]}")
+        return bytes.fromhex(self._out.read().split()[-1])
+
+
+def fresh_process(subject: Subject, second: SecondProcess) -> GateResult:
+    """Another process, which compiles everything again, samples the same work."""
     tally = Tally()
-    done = subprocess.run(command, capture_output=True, text=True)
-    if done.returncode:
-        raise RuntimeError(f"the second process ended with {done.returncode}: {done.stderr[-2000:]}")
-    theirs = np.frombuffer(bytes.fromhex(done.stdout.split()[-1]), np.uint32)
-    tally.add(theirs.copy(), np.frombuffer(bytes.fromhex(digest(subject)), np.uint32).copy())
+    words = lambda sha: np.frombuffer(sha, np.uint32).copy()  # noqa: E731
+    tally.add(words(second.digest()), words(bytes.fromhex(digest(subject))))
     return tally.result("8 processes", "this process = a fresh one (SHA-256 words)", "1 fresh process")
 
 
@@ -283,7 +310,7 @@ ALL: tuple[Gate, ...] = (
     tamper,
     control,
 )
-"""Gates that need this process alone; `fresh_process` needs a command as well."""
+"""Gates that need this process alone; `fresh_process` needs another as well."""
 
 
 def second_process(argv: list[str]) -> list[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -87,15 +88,26 @@ def test_control_tamper_sees_a_check_that_refuses_nothing(subject, monkeypatch):
     assert result.differing == result.compared > 0 and not result.passed
 
 
+def fresh(subject, code: str) -> GateResult:
+    with gates.SecondProcess([sys.executable, "-c", code]) as second:
+        return gates.fresh_process(subject, second)
+
+
 def test_control_a_fresh_process_that_samples_otherwise(subject, monkeypatch):
-    other = [sys.executable, "-c", f"print({'0' * 64!r})"]
-    assert not gates.fresh_process(subject, other).passed
-    same = [sys.executable, "-c", f"print({gates.digest(subject)!r})"]
-    assert gates.fresh_process(subject, same).passed
+    assert not fresh(subject, f"print({'0' * 64!r})").passed
+    same = f"import sys; print('x' * 1_000_000, file=sys.stderr); print({gates.digest(subject)!r})"
+    assert fresh(subject, same).passed
     monkeypatch.setitem(subject.__dict__, "alone", [one_ulp_off(c) for c in subject.alone])
-    assert not gates.fresh_process(subject, same).passed
-    with pytest.raises(RuntimeError, match="second process ended with 3"):
-        gates.fresh_process(subject, [sys.executable, "-c", "raise SystemExit(3)"])
+    assert not fresh(subject, same).passed
+    with pytest.raises(RuntimeError, match="second process ended with 3: (?s:.*)no such model"):
+        fresh(subject, "import sys; print('no such model', file=sys.stderr); sys.exit(3)")
+
+
+def test_a_second_process_ends_with_the_gates_that_fail():
+    started = time.perf_counter()
+    with pytest.raises(KeyError), gates.SecondProcess([sys.executable, "-c", "import time; time.sleep(600)"]) as second:
+        raise KeyError("a gate")
+    assert second._process.poll() is not None and time.perf_counter() - started < 60
 
 
 def test_a_failed_gate_gives_exit_code_1(folder, monkeypatch, capsys):
