@@ -1,12 +1,13 @@
 """`python -m benchmarks.kernels OUT.json [MODULE ...]` measures on a GPU; `--record OUT.json` enters it in results.jsonl.
 
 Two steps, because the machine with the GPU may be another than the one with the repository. Each module runs in a process
-of its own; what one measured is kept when the next one fails.
+of its own; what one measured is kept when another fails. They compile side by side and measure in turn (`timing.alone`).
 """
 
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import datetime
 import importlib
 import importlib.metadata
@@ -15,6 +16,7 @@ import os
 import pathlib
 import subprocess
 import sys
+import tempfile
 
 from benchmarks import report
 from benchmarks.kernels.reasons import REASONS
@@ -24,24 +26,35 @@ AREA = "kernels"
 
 
 def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
-    """Runs each module and writes {"facts", "rows", "failed"} after each; returns how many failed."""
+    """Runs the modules side by side, their measurements one at a time, and writes {"facts", "rows", "failed"} as each
+    ends; returns how many failed."""
     versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax")}
     facts = {"gpu": report.this_machine(), "versions": versions, "date": datetime.date.today().isoformat()}
     facts["commit"] = os.environ.get("ISOMODEL_COMMIT") or report.head()
     found = {"facts": facts, "rows": [], "failed": {}}
-    for module in modules:
+
+    def one(module: str, environ: dict[str, str]) -> tuple[list[dict], str | None]:
         command = [sys.executable, "-m", "benchmarks.kernels", "--one", module]
         try:
-            environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"}  # a module starts processes beside its own
             done = subprocess.run(command, capture_output=True, text=True, timeout=seconds, env=environ)
             if done.returncode:
                 raise RuntimeError(done.stderr[-2000:])
             rows = json.loads(done.stdout.splitlines()[-1])
-            found["rows"] += [{"command": f"python -m benchmarks.kernels OUT.json {module}"} | row for row in rows]
+            return [{"command": f"python -m benchmarks.kernels OUT.json {module}"} | row for row in rows], None
         except (RuntimeError, ValueError, IndexError, subprocess.TimeoutExpired) as e:
-            found["failed"][module] = f"{type(e).__name__}: {e}"
-        out.write_text(json.dumps(found, indent=1) + "\n")
-        print(module, found["failed"].get(module, "measured"), flush=True)
+            return [], f"{type(e).__name__}: {e}"
+
+    # Most of the time is the compiler's, and it has many cores. None of the processes takes the GPU's memory at its start.
+    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(len(modules)) as pool:
+        environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "ISOMODEL_GPU_LOCK": lock.name}
+        running = {pool.submit(one, module, environ): module for module in modules}
+        for future in concurrent.futures.as_completed(running):
+            rows, error = future.result()
+            found["rows"] += rows
+            if error:
+                found["failed"][running[future]] = error
+            out.write_text(json.dumps(found, indent=1) + "\n")
+            print(running[future], error or "measured", flush=True)
     return len(found["failed"])
 
 
@@ -60,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("modules", nargs="*", metavar="MODULE")
     parser.add_argument("--record", type=pathlib.Path, metavar="OUT.json")
     parser.add_argument("--one", choices=MODULES, help="print one module's rows as JSON, in this process")
-    parser.add_argument("--seconds", type=int, default=300, help="longest time for one module (default: 300)")
+    parser.add_argument("--seconds", type=int, default=500, help="longest time for one module (default: 500)")
     args = parser.parse_args(argv)
     if args.one:
         print(json.dumps(importlib.import_module(f"benchmarks.kernels.{args.one}").rows()))

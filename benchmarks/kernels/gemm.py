@@ -49,16 +49,17 @@ def ours(x_MK: jax.Array, w_NK: jax.Array, leaves: int) -> jax.Array:
 
 def in_turn(calls: dict, iterations: int = 8) -> dict[str, float]:
     """Microseconds of each call, measured in turn: a GPU at its power limit slows down over a run, for all alike."""
-    run = {name: (jax.jit(f), args) for name, (f, *args) in calls.items()}
-    for f, args in run.values():
-        jax.block_until_ready([f(*args) for _ in range(3)])
+    run = {name: (timing.compiled(f, *args), args) for name, (f, *args) in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in run}
-    for _ in range(ROUNDS):
-        for name, (f, args) in run.items():
-            start = time.perf_counter()
-            out = [f(*args) for _ in range(iterations)][-1]
-            jax.block_until_ready(out)
-            times[name].append((time.perf_counter() - start) / iterations * 1e6)
+    with timing.alone():
+        for f, args in run.values():
+            jax.block_until_ready([f(*args) for _ in range(3)])
+        for _ in range(ROUNDS):
+            for name, (f, args) in run.items():
+                start = time.perf_counter()
+                out = [f(*args) for _ in range(iterations)][-1]
+                jax.block_until_ready(out)
+                times[name].append((time.perf_counter() - start) / iterations * 1e6)
     return {name: statistics.median(t) for name, t in times.items()}
 
 

@@ -1,8 +1,14 @@
-"""Device time of jitted calls on a GPU: medians, inputs too large for the cache or rotated, never zeros."""
+"""Device time of jitted calls on a GPU: medians, inputs too large for the cache or rotated, never zeros.
+
+Processes that share a GPU compile side by side and measure one at a time: $ISOMODEL_GPU_LOCK names a file to lock meanwhile.
+"""
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import functools
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -15,44 +21,62 @@ from jax.experimental.mosaic.gpu import profiler
 BATCHES = 5
 
 
+@contextlib.contextmanager
+def alone():
+    """The GPU to this process alone, among those with the same $ISOMODEL_GPU_LOCK. Not to be nested."""
+    path = os.environ.get("ISOMODEL_GPU_LOCK")
+    with open(path, "w") if path else contextlib.nullcontext() as f:
+        if path:
+            fcntl.flock(f, fcntl.LOCK_EX)
+        yield
+
+
+def compiled(f: Callable, *args) -> Callable:
+    """jit(f), or f if it is jitted, compiled for these arguments."""
+    return (f if hasattr(f, "lower") else jax.jit(f)).lower(*args).compile()
+
+
 def device_us(f: Callable, *args, iterations: int = 20) -> float:
     """Median over `BATCHES` batches of the mean device time of one call of jit(f)(*args), in microseconds.
 
     Calls are queued back to back and awaited once, so that the host stays out of it; a call shorter than about 100 us is
     bound by the host's dispatch: use `kernel_us` or `loop_us` there.
     """
-    g = f if hasattr(f, "lower") else jax.jit(f)
-    jax.block_until_ready(g(*args))
-    jax.block_until_ready(g(*args))
+    g = compiled(f, *args)
     times = []
-    for _ in range(BATCHES):
-        start = time.perf_counter()
-        out = None
-        for _ in range(iterations):
-            out = g(*args)
-        jax.block_until_ready(out)
-        times.append((time.perf_counter() - start) / iterations * 1e6)
+    with alone():
+        jax.block_until_ready(g(*args))
+        jax.block_until_ready(g(*args))
+        for _ in range(BATCHES):
+            start = time.perf_counter()
+            out = None
+            for _ in range(iterations):
+                out = g(*args)
+            jax.block_until_ready(out)
+            times.append((time.perf_counter() - start) / iterations * 1e6)
     return statistics.median(times)
 
 
 def kernel_us(f: Callable, *args, iterations: int = 20) -> float:
     """Median of the summed time of the kernels of one call of jit(f)(*args) by CUPTI, in microseconds: no launch gaps."""
-    g = f if hasattr(f, "lower") else jax.jit(f)
-    jax.block_until_ready(g(*args))
-    _, milliseconds = profiler.measure(g, iterations=iterations)(*args)
+    g = compiled(f, *args)
+    with alone():
+        jax.block_until_ready(g(*args))
+        _, milliseconds = profiler.measure(g, iterations=iterations)(*args)
     return statistics.median(milliseconds) * 1e3
 
 
 def loop_us(step: Callable, x: jax.Array, *args, trips: int = 20) -> float:
     """Median time of one trip of a loop on the device that carries x, x = step(i, x, *args), in microseconds: launches
     and gaps as a model's own loop has them."""
-    run = jax.jit(lambda x, *a: lax.fori_loop(0, trips, lambda i, x: step(i, x, *a), x))
-    jax.block_until_ready(run(x, *args))
+    run = compiled(lambda x, *a: lax.fori_loop(0, trips, lambda i, x: step(i, x, *a), x), x, *args)
     times = []
-    for _ in range(BATCHES):
-        start = time.perf_counter()
+    with alone():
         jax.block_until_ready(run(x, *args))
-        times.append((time.perf_counter() - start) / trips * 1e6)
+        for _ in range(BATCHES):
+            start = time.perf_counter()
+            jax.block_until_ready(run(x, *args))
+            times.append((time.perf_counter() - start) / trips * 1e6)
     return statistics.median(times)
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 from benchmarks import report
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import separate
+from benchmarks.kernels import separate, timing
 
 FACTS = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc", "date": "2026-11-30"}
 ROW = {"id": "x", "work": "w", "metric": "us", "ours": 2.0, "baseline": 1.0, "baseline_name": "b", "target": "<= 1", "command": "c"}
@@ -69,3 +72,28 @@ def test_a_process_of_its_own_runs_under_the_flags_asked_for():
     assert separate.call("native", "gemm", "tflops", 1000, 1000, 1000, 2.0) == 1000.0
     with pytest.raises(RuntimeError, match="gemm.nothing under iso flags"):
         separate.call("iso", "gemm", "nothing")
+
+
+def test_one_process_measures_at_a_time(tmp_path, monkeypatch):
+    def taken() -> bool:
+        with open(tmp_path / "lock", "w") as f:
+            try:
+                fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    seen = lambda x: jax.pure_callback(lambda x: (during.append(taken()), x)[1], jax.ShapeDtypeStruct((), "float32"), x)  # noqa: E731
+    during: list[bool] = []
+    x = jnp.float32(1)
+    timing.device_us(seen, x, iterations=1)  # no lock is named: nobody to wait for
+    assert during and not any(during)
+    monkeypatch.setenv("ISOMODEL_GPU_LOCK", str(tmp_path / "lock"))
+    for measure in (
+        lambda: timing.device_us(seen, x, iterations=1),
+        lambda: timing.loop_us(lambda i, x: seen(x), x, trips=2),
+    ):
+        during.clear()
+        measure()
+        assert during and all(during)
+    assert not taken()
