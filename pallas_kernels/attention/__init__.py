@@ -1,9 +1,8 @@
 """Causal attention on paged keys and values: one op for training, prefill and decode.
 
 Keys are walked in absolute blocks of 128 positions from position 0, in splits of 2048. Scores are fp32, scaled into log2
-units; the running maximum is rounded up to a whole number, so that every rescale is by a power of two and exact. P is
-rounded to the compute dtype, O stays fp32 (FlashAttention-2, algorithm 1, with that maximum). Splits are merged in order;
-a fully masked block or split changes nothing. Unwritten rows of a page, and rows of other sequences, may hold anything.
+units; P is rounded to the compute dtype, O stays fp32 (FlashAttention-2, algorithm 1). Splits are merged in order; a fully
+masked block or split changes nothing. Unwritten rows of a page, and rows of other sequences, may hold anything.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from pallas_kernels.attention.hopper_walk import COLUMNS
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 from pallas_kernels.attention.schedules import MANY
 
-VERSION = 1
+VERSION = 2
 HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16
 LEAST_PAGE = 8
@@ -40,10 +40,11 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "block": BLOCK,
         "split": SPLIT,
         "initial_maximum": NEVER,
-        "maximum": "largest score * scale (rounded to nearest), then up to a whole number",
+        "maximum": "largest score * scale, rounded to nearest",
         "scale": float(np.float32(softmax_scale(d))).hex(),
         "exp2": "ex2.approx.ftz of fma(score, scale, -maximum)",
         "order": "blocks in order, splits in order",
+        "rescale": "ex2.approx.ftz of the maximum before - after; O by mul, the sum with its next addend by fma",
         "sum_of_p": f"before rounding, in {COLUMNS} columns from the left, summed at the end of a split",
         "round": [f"P: {dtype}", "1 / sum: float32", f"O * (1 / sum): {dtype}"],
     }

@@ -1,7 +1,7 @@
 """The walk of one warpgroup over KV blocks: all arithmetic of the op, shared by the kernels of many rows and of few.
 
-FlashAttention-2's online softmax, with a running maximum that is rounded up to a whole number in log2 units, so that every
-rescale is exact. A block whose keys a row does not see adds exact zeros to it, so blocks may be skipped or not.
+FlashAttention-2's online softmax in log2 units. A block whose keys a row does not see adds exact zeros to it and rescales
+by exactly 1, so blocks may be skipped or not.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 class Total(NamedTuple):
     """One or more splits, merged."""
 
-    m_M: jax.Array  # maximum, a whole number
+    m_M: jax.Array  # maximum
     l_M: jax.Array  # sum of P
     o_Md: jax.Array
 
@@ -61,32 +61,33 @@ def full(value, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
 def softmax(s_MB, m_M, l_M8, scale: float, sees_MB=None):
     """(m, alpha, l, P in fp32) after a block of scores.
 
-    P = 2**(score * scale - m) by one fma and one ex2; m is rounded up to a whole number, so that alpha is a power of two.
-    The sum takes P before its rounding to bf16, 8 columns at a time from the left.
+    P = 2**(score * scale - m) by one fma and one ex2. The largest P of a row is 1 but for the rounding of m, so that it is
+    exact in bf16, where the product with V takes it. The sum takes P before that rounding, 8 columns at a time from the left.
     """
     if sees_MB is not None:
         s_MB = jnp.where(sees_MB, s_MB, -jnp.inf)
     top_M = mosaic.mul(s_MB.max(axis=1), scale, ROW)
-    new_M = jnp.maximum(m_M, mosaic.ceil(top_M, ROW))
+    new_M = jnp.maximum(m_M, top_M)
     alpha_M = mosaic.exp2(m_M - new_M, ROW)
     p_MB = mosaic.exp2(mosaic.fma(s_MB, scale, mosaic.rows(-new_M, s_MB.shape)))
-    l_M8 = l_M8 * mosaic.rows(alpha_M, l_M8.shape)
-    for i in range(0, BLOCK, COLUMNS):
+    l_M8 = mosaic.fma(l_M8, mosaic.rows(alpha_M, l_M8.shape), p_MB[:, :COLUMNS])
+    for i in range(COLUMNS, BLOCK, COLUMNS):
         l_M8 = l_M8 + p_MB[:, i : i + COLUMNS]
     return new_M, alpha_M, l_M8, p_MB
 
 
 def merge(total: Total, part: Total) -> Total:
-    """Two runs of splits, lower positions first. Factors are powers of two, so each product is exact."""
+    """Two runs of splits, lower positions first."""
     m_M = jnp.where(part.l_M == 0, total.m_M, jnp.maximum(total.m_M, part.m_M))
     a_M, b_M = mosaic.exp2(total.m_M - m_M, ROW), mosaic.exp2(part.m_M - m_M, ROW)
 
-    def pick(x, y, spread):
-        both = x * spread(a_M) + y * spread(b_M)
+    def pick(x, y, spread, layout):
+        both = mosaic.fma(x, spread(a_M), mosaic.mul(y, spread(b_M), layout), layout)
         return jnp.where(spread(part.l_M) == 0, x, jnp.where(spread(total.l_M) == 0, y, both))
 
     wide = functools.partial(mosaic.rows, shape=part.o_Md.shape)
-    return Total(m_M, pick(total.l_M, part.l_M, lambda x: x), pick(total.o_Md, part.o_Md, wide))
+    o_Md = pick(total.o_Md, part.o_Md, wide, plgpu.Layout.WGMMA)
+    return Total(m_M, pick(total.l_M, part.l_M, lambda x: x, ROW), o_Md)
 
 
 def finish(total: Total):
@@ -94,7 +95,8 @@ def finish(total: Total):
     some_M = total.l_M > 0
     inverse_M = jnp.where(some_M, mosaic.div(1.0, total.l_M, ROW), 0.0)
     lse_M = jnp.where(some_M, total.m_M + mosaic.log2(total.l_M, ROW), 0.0)
-    return (total.o_Md * mosaic.rows(inverse_M, total.o_Md.shape)).astype(jnp.bfloat16), lse_M
+    o_Md = mosaic.mul(total.o_Md, mosaic.rows(inverse_M, total.o_Md.shape))
+    return o_Md.astype(jnp.bfloat16), lse_M
 
 
 class Memory(NamedTuple):
@@ -355,7 +357,7 @@ def walk(
         before = (state.before_m_M, state.before_l_M)
 
         def rescaled():
-            return o_Md * mosaic.rows(alpha_M, (ROWS, d)), *before
+            return mosaic.mul(o_Md, mosaic.rows(alpha_M, (ROWS, d))), *before
 
         def begin_split():
             total = parked(state._replace(o_Md=o_Md))
