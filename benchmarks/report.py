@@ -21,6 +21,7 @@ HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
 PAGE = HERE / "RESULTS.md"
 README = HERE.parent / "README.md"
+GATE = HERE / "gpu_gate.json"
 BEGIN, END = "<!-- figures -->", "<!-- end of figures -->"
 
 _COMPARE = {"<=": operator.le, ">=": operator.ge, "<": operator.lt, ">": operator.gt, "==": operator.eq}
@@ -184,8 +185,26 @@ def _figure(x: float | None) -> str:
     return "-" if x is None else f"{x:,}" if isinstance(x, int) else f"{x:,.1f}" if abs(x) >= 1000 else f"{x:.3g}"
 
 
-def render(results: list[Result]) -> str:
-    """The page: a table for each area, and what misses its target with the reason."""
+def gate_tables(gate: dict) -> list[str]:
+    """What the last run of tests/gpu compared by bits, a table for each file (tests/gpu/conftest.py writes `gate`)."""
+    failed, skipped = gate["failed"], sum(gate["skipped"].values())
+    lines = [
+        "## Bits on the GPU",
+        "",
+        f"The last run of tests/gpu: {gate['date']}, commit {gate['commit']}, {gate['gpu']}, {gate['seconds']} s, "
+        f"{gate['passed']} passed, {len(failed)} failed, {skipped} skipped. Values are compared as integers, and all of these "
+        "were equal; a control is a comparison that had to show a difference and did.",
+        "",
+        *(f"- failed: `{name}`" for name in failed),
+    ]
+    for name, rows in gate.get("bits", {}).items():
+        lines += ["", f"### tests/gpu/test_{name}.py", "", "| compared | cases | values | controls |", "|---|---|---|---|"]
+        lines += [f"| {row} | {cases} | {values:,} | {controls} |" for row, (cases, values, controls) in rows.items()]
+    return [*lines, ""]
+
+
+def render(results: list[Result], gate: dict | None = None) -> str:
+    """The page: a table for each area, what the GPU gates compared, and what misses its target with the reason."""
     lines = ["# Results", "", "Made by `python -m benchmarks.report` from results.jsonl; measured, never typed.", ""]
     for area in dict.fromkeys(r.area for r in results):
         of_area = [r for r in results if r.area == area]
@@ -198,6 +217,7 @@ def render(results: list[Result]) -> str:
         lines += ["", "Measured:", ""]
         lines += [f"- {r.id}: {r.date}, {r.commit}, GPU {r.gpu}, `{r.command}`" for r in of_area]
         lines.append("")
+    lines += gate_tables(gate) if gate else []
     missed = [r for r in results if not r.met]
     lines += ["## Short of target", ""]
     lines += [
@@ -207,18 +227,23 @@ def render(results: list[Result]) -> str:
 
 
 def with_table(readme: str, results: list[Result]) -> str:
-    """The README with its table of figures, between the two marks, made anew.
+    """The README with its tables of figures that have a target, one for each area, between the two marks, made anew.
 
     Raises:
       ResultsError: it does not have the marks.
     """
     if readme.count(BEGIN) != 1 or readme.count(END) != 1:
         raise ResultsError(f"the README needs {BEGIN} and {END}, once each")
-    lines = ["", "| what | ours | baseline | target | met |", "|---|---|---|---|---|"]
-    for r in results:
-        baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.metric} ({_figure(r.ratio)}x)"
-        met = "-" if r.target is None else "yes" if r.met else "**no**"
-        lines.append(f"| {r.work} | {_figure(r.ours)} {r.metric} | {baseline} | {r.target or '-'} | {met} |")
+    lines = []
+    aimed = [r for r in results if r.target is not None]
+    for area in dict.fromkeys(r.area for r in aimed):
+        rows = [r for r in aimed if r.area == area]
+        machines = "; ".join(dict.fromkeys(r.gpu.removeprefix("none; ") for r in rows))
+        lines += ["", f"**{area}** ({machines})", "", "| what | ours | baseline | target | met |", "|---|---|---|---|---|"]
+        for r in rows:
+            baseline = "-" if r.baseline is None else f"{_figure(r.baseline)} {r.metric} ({_figure(r.ratio)}x)"
+            met = "yes" if r.met else "**no**"
+            lines.append(f"| {r.work} | {_figure(r.ours)} {r.metric} | {baseline} | {r.target} | {met} |")
     before, rest = readme.split(BEGIN)
     return before + BEGIN + "\n".join(lines) + "\n\n" + END + rest.split(END)[1]
 
@@ -229,11 +254,13 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="only say whether RESULTS.md is up to date")
     parser.add_argument("--results", type=pathlib.Path, default=RESULTS)
     parser.add_argument("--page", type=pathlib.Path, default=PAGE)
+    parser.add_argument("--gate", type=pathlib.Path, default=GATE, help="what tests/gpu wrote")
     parser.add_argument("--readme", type=pathlib.Path, default=README)
     args = parser.parse_args(argv)
     try:
         results = load(args.results)
-        wanted = {args.page: render(results), args.readme: with_table(args.readme.read_text(), results)}
+        gate = json.loads(args.gate.read_text()) if args.gate.exists() else None
+        wanted = {args.page: render(results, gate), args.readme: with_table(args.readme.read_text(), results)}
     except (OSError, ResultsError) as e:
         print(e, file=sys.stderr)
         return 2

@@ -18,6 +18,8 @@ import time
 
 import pytest
 
+from tests.pallas_kernels import base
+
 HERE = pathlib.Path(__file__).parent
 ROOT = HERE.parents[1]
 
@@ -54,6 +56,31 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: item.path.stem != "test_model")  # a stable sort
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item):
+    """Notes what the test compared by bits: values that were equal, and comparisons where some were not. A test that passes
+    has those as controls."""
+    before = len(base.COMPARED)
+    result = yield
+    mine = base.COMPARED[before:]
+    equal = sum(values for values, different in mine if not different)
+    item.user_properties.append(("bits", [equal, sum(different > 0 for _, different in mine)]))
+    return result
+
+
+def _bit_table(passed) -> dict[str, dict[str, list[int]]]:
+    """By file and test: cases, values that were equal, comparisons that were to differ and did."""
+    table: dict[str, dict[str, list[int]]] = {}
+    for report in passed:
+        noted = dict(report.user_properties)
+        path, _, name = report.nodeid.partition("::")
+        row = noted.get("row") or name.partition("[")[0].partition("@")[0].removeprefix("test_").replace("_", " ")
+        if any(noted.get("bits", [])):
+            cells = table.setdefault(pathlib.Path(path).stem.removeprefix("test_"), {}).setdefault(row, [0, 0, 0])
+            cells[:] = [a + b for a, b in zip(cells, [1, *noted["bits"]], strict=True)]
+    return {name: dict(sorted(rows.items())) for name, rows in sorted(table.items())}
+
+
 def pytest_terminal_summary(terminalreporter, exitstatus, config):
     everything = [pathlib.Path(a.split("::")[0]).resolve() for a in config.args] == [HERE] and not config.option.keyword
     if os.environ.get("ISOMODEL_TEST_GPU") != "1" or config.option.collectonly or not everything:
@@ -73,6 +100,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "skipped": dict(sorted(reasons.items())),
         "interrupted": exitstatus == pytest.ExitCode.INTERRUPTED,
         "seconds": round(time.time() - config.stash[_START]),
+        "bits": _bit_table(stats["passed"]),
     }
     path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
     path.write_text(json.dumps(gate, indent=1) + "\n")

@@ -14,6 +14,7 @@ from pallas_kernels import gemm
 from pallas_kernels.gemm import hopper, hopper_large, schedules
 from pallas_kernels.gemm.schedules import Schedule
 from pallas_kernels.weight import Weight
+from tests.pallas_kernels.base import bits, differ
 
 CANONICAL = Schedule(128, 128, steps=2, in_flight=0, in_shared=2)
 """No table picks it: what every schedule is compared with."""
@@ -45,16 +46,7 @@ def scheduled(x, w, leaves, schedule, out_dtype=jnp.float32):
 
 @functools.cache
 def canonical(leaves: int) -> np.ndarray:
-    return bits(scheduled(*operands(), leaves, CANONICAL))
-
-
-def bits(x) -> np.ndarray:
-    x = np.asarray(x)
-    return x.view({2: np.uint16, 4: np.uint32}[x.dtype.itemsize])
-
-
-def differ(a, b) -> int:
-    return int((bits(a) != bits(b)).sum())
+    return np.asarray(scheduled(*operands(), leaves, CANONICAL))
 
 
 def entries(tree: bool) -> list[Schedule]:
@@ -151,7 +143,7 @@ def test_runs_and_duplicate_rows_are_equal():
 def test_control_one_bit_of_an_operand_is_seen():
     x, w = operands()
     flipped = lax.bitcast_convert_type(lax.bitcast_convert_type(x[7], jnp.uint16) ^ 1, jnp.bfloat16)
-    rows = np.flatnonzero((bits(run(x.at[7].set(flipped), w)) != canonical(1)).any(axis=1))
+    rows = np.flatnonzero((bits(run(x.at[7].set(flipped), w)) != bits(canonical(1))).any(axis=1))
     assert rows.tolist() == [7]
 
 

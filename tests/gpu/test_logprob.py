@@ -14,7 +14,7 @@ from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
 from pallas_kernels.logprob import hopper, hopper_blocks
 from pallas_kernels.weight import Weight
-from tests.pallas_kernels.base import bits, same
+from tests.pallas_kernels.base import bits, differ, same
 from tests.pallas_kernels.logprob_work import (
     LOGITS,
     UNIT,
@@ -58,10 +58,6 @@ reduce = jax.jit(hopper.reduce)
 @functools.cache
 def whole(V: int) -> np.ndarray:
     return np.asarray(train(*operands(V)))
-
-
-def differ(a, b) -> int:
-    return int((bits(a) != bits(b)).sum())
 
 
 def picked(V: int, pick) -> tuple[jax.Array, ...]:

@@ -16,6 +16,7 @@ from isomodel.numerics import Numerics
 from isomodel.verify import gates
 from isomodel.verify.subject import Subject
 from tests.isomodel import shapes, smollm2
+from tests.pallas_kernels import base
 
 HOPPER = Numerics("iso", "hopper", "bfloat16")
 
@@ -55,8 +56,10 @@ TOGETHER = (
         for gate in together
     ],
 )
-def test_gate(name, gate):
+def test_gate(name, gate, request):
     result = gate(subject(name))
+    base.COMPARED.append((result.compared, result.differing))
+    request.node.user_properties.append(("row", f"{name}: {gate.__name__.replace('_', ' ')}"))
     assert result.compared > 0 and result.hazard_fired, result
     assert result.differing == 0, result
 

@@ -18,6 +18,7 @@ from pallas_kernels import qk_norm_rope, rms_norm, silu_mul
 from pallas_kernels.qk_norm_rope import hopper as rope
 from pallas_kernels.rms_norm import hopper as norm
 from pallas_kernels.silu_mul import hopper as silu
+from tests.pallas_kernels.base import bits, same
 
 EPS, THETA, MOST = 1e-6, 1e6, 4096
 T = 4096
@@ -65,17 +66,9 @@ def op(name: str, impl: str, *arrays) -> tuple[jax.Array, ...]:
     return tuple(jax.tree.leaves(run(*arrays, weight(x.shape[1]), eps=EPS, region="r", impl=impl)))
 
 
-def bits(x) -> np.ndarray:
-    return np.asarray(x).view(np.uint16)
-
-
 @functools.cache
 def whole(name: str) -> list[np.ndarray]:
     return [np.asarray(y) for y in op(name, "hopper", *rows(name))]
-
-
-def differ(got, want) -> int:
-    return sum(int((bits(g) != bits(w)).sum()) for g, w in zip(got, want, strict=True))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -84,7 +77,7 @@ def test_a_row_has_its_own_bits_in_any_batch(name):
     for n in (1, 7, 37, 1000) if name in ONE_OF_EACH else (37,):
         pick = np.random.default_rng(n).permutation(T)[:n]
         some = (x[pick] for x in rows(name))
-        assert differ(op(name, "hopper", *some), [y[pick] for y in whole(name)]) == 0, n
+        assert same(op(name, "hopper", *some), [y[pick] for y in whole(name)]), n
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -94,9 +87,9 @@ def test_nan_in_the_neighbours_and_duplicates(name):
         x[1::2] = np.nan
     dirty = op(name, "hopper", *spoilt)
     assert np.isnan(np.asarray(dirty[0][1], np.float32)).all()
-    assert differ([np.asarray(y)[::2] for y in dirty], [y[::2] for y in whole(name)]) == 0
+    assert same([np.asarray(y)[::2] for y in dirty], [y[::2] for y in whole(name)])
     twins = op(name, "hopper", *(np.broadcast_to(x[7], x.shape) for x in rows(name)))
-    assert differ(twins, [np.broadcast_to(y[7], y.shape) for y in whole(name)]) == 0
+    assert same(twins, [np.broadcast_to(y[7], y.shape) for y in whole(name)])
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -117,7 +110,7 @@ def test_a_schedule_does_not_reach_the_bits(monkeypatch, name):
     module = {"n": norm, "a": norm, "r": rope, "s": silu}[name[0]]
     picked = []
     monkeypatch.setattr(module, "schedule", lambda *_: picked.append(1) or PLANS[name])
-    assert differ(jax.jit(lambda *x: op.__wrapped__(name, "hopper", *x))(*rows(name)), whole(name)) == 0
+    assert same(jax.jit(lambda *x: op.__wrapped__(name, "hopper", *x))(*rows(name)), whole(name))
     assert picked
 
 
@@ -132,8 +125,8 @@ def test_with_a_gradient(name):
 
     run = jax.jit(jax.value_and_grad(loss, tuple(range(count)), has_aux=True))
     (_, out), gradient = run(*rows(name)[:count])
-    assert differ(out, whole(name)) == 0
-    assert differ(gradient, run(*rows(name)[:count])[1]) == 0
+    assert same(out, whole(name))
+    assert same(gradient, run(*rows(name)[:count])[1])
 
 
 def digest() -> str:
@@ -183,9 +176,9 @@ def test_the_norm_sums_in_the_order_that_its_entry_names(name, D):
     assert f"{warps * 256}-wide pieces in order" in norm.entry(D, EPS, jnp.bfloat16, False)["order"]
     squares = np.pad(x.astype(np.float32) ** 2, ((0, 0), (0, -D % (warps * 256)))).reshape(T, -1, warps, 32, 8)
     want = normalised(x, ordered_sum(squares), np.asarray(weight(D)))
-    assert differ([whole(name)[0]], [want]) == 0
+    assert same([whole(name)[0]], [want])
     other = normalised(x, ordered_sum(squares[..., ::-1]), np.asarray(weight(D)))
-    assert differ([whole(name)[0]], [other]) > 0  # the rows tell orders apart
+    assert not same([whole(name)[0]], [other])  # the rows tell orders apart
 
 
 def test_rope_sums_in_the_order_that_its_entry_names():
@@ -199,7 +192,7 @@ def test_rope_sums_in_the_order_that_its_entry_names():
     rounded = lambda y: y.astype(jnp.bfloat16).astype(f32)  # noqa: E731
     a, b = n[..., : d // 2], n[..., d // 2 :]
     want = np.concatenate([rounded(a * cos) - rounded(b * sin), rounded(b * cos) + rounded(a * sin)], axis=-1)
-    assert differ([whole("rope 128")[1]], [want.astype(jnp.bfloat16)]) == 0
+    assert same([whole("rope 128")[1]], [want.astype(jnp.bfloat16)])
 
 
 def exact(name: str, *arrays: np.ndarray) -> tuple[np.ndarray, ...]:

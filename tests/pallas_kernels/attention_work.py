@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from tests.pallas_kernels.base import bits
+from tests.pallas_kernels.base import bits, differ
 
 
 def draw(seed: int, *shape: int, scale: float = 1.0) -> jax.Array:
@@ -58,8 +58,8 @@ def differences(runs, args) -> list[str]:
     first = [np.asarray(x) for x in runs[0]]
     for number, run in enumerate(runs[1:], 1):
         for name, a, b in zip(axes, first, map(np.asarray, run), strict=True):
-            at = np.nonzero(bits(a) != bits(b))
-            if len(at[0]):
+            if differ(a, b):
+                at = np.nonzero(bits(a) != bits(b))
                 apart = np.abs(a[at].astype(np.float32) - b[at].astype(np.float32)).max()
                 where = "; ".join(some(*axis, np.unique(x)) for axis, x in zip(axes[name], at, strict=True))
                 lines.append(
