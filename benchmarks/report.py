@@ -200,6 +200,10 @@ def gate_tables(gate: dict) -> list[str]:
     for name, rows in gate.get("bits", {}).items():
         lines += ["", f"### tests/gpu/test_{name}.py", "", "| compared | cases | values | controls |", "|---|---|---|---|"]
         lines += [f"| {row} | {cases} | {values:,} | {controls} |" for row, (cases, values, controls) in rows.items()]
+    if accuracy := gate.get("accuracy"):
+        lines += ["", "## Accuracy on the GPU", "", "Relative error (2-norm) against float64 on the same input, in that run.", ""]
+        lines += ["| op | computed | ours | library |", "|---|---|---|---|"]
+        lines += [f"| {op} | {what} | {a:.3g} | {b:.3g} |" for op, rows in accuracy.items() for what, (a, b) in rows.items()]
     return [*lines, ""]
 
 

@@ -98,10 +98,11 @@ def test_command_line(path, tmp_path, capsys):
 def test_tables_of_the_gpu_gate(path, tmp_path):
     report.record(path, **ROW)
     gate = {"commit": "abc", "date": "2026-11-30 11:49 UTC", "gpu": "NVIDIA H200", "seconds": 332, "passed": 2, "skipped": {"no model": 3},
-            "failed": ["tests/gpu/test_gemm.py::test_x"], "bits": {"gemm": {"a row alone": [4, 1234567, 1]}}}  # fmt: skip
+            "failed": ["tests/gpu/test_gemm.py::test_x"], "bits": {"gemm": {"a row alone": [4, 1234567, 1]}}, "accuracy": {"gemm": {"chain": [1.5e-3, 2e-3]}}}  # fmt: skip
     page = report.render(report.load(path), gate)
     assert "abc, NVIDIA H200, 332 s, 2 passed, 1 failed, 3 skipped" in page and "- failed: `tests/gpu/test_gemm.py::test_x`" in page
     assert "### tests/gpu/test_gemm.py" in page and "| a row alone | 4 | 1,234,567 | 1 |" in page
+    assert "| gemm | chain | 0.0015 | 0.002 |" in page
     assert "Bits on the GPU" not in report.render(report.load(path))
 
 

@@ -60,11 +60,12 @@ def pytest_collection_modifyitems(items):
 def pytest_runtest_call(item):
     """Notes what the test compared by bits: values that were equal, and comparisons where some were not. A test that passes
     has those as controls."""
-    before = len(base.COMPARED)
+    compared, accuracy = len(base.COMPARED), len(base.ACCURACY)
     result = yield
-    mine = base.COMPARED[before:]
+    mine = base.COMPARED[compared:]
     equal = sum(values for values, different in mine if not different)
     item.user_properties.append(("bits", [equal, sum(different > 0 for _, different in mine)]))
+    item.user_properties.append(("accuracy", base.ACCURACY[accuracy:]))
     return result
 
 
@@ -78,6 +79,16 @@ def _bit_table(passed) -> dict[str, dict[str, list[int]]]:
         if any(noted.get("bits", [])):
             cells = table.setdefault(pathlib.Path(path).stem.removeprefix("test_"), {}).setdefault(row, [0, 0, 0])
             cells[:] = [a + b for a, b in zip(cells, [1, *noted["bits"]], strict=True)]
+    return {name: dict(sorted(rows.items())) for name, rows in sorted(table.items())}
+
+
+def _accuracy(passed) -> dict[str, dict[str, list[float]]]:
+    """By file and what was computed: our relative error against float64 results, and the library's."""
+    table: dict[str, dict[str, list[float]]] = {}
+    for report in passed:
+        for what, *errors in dict(report.user_properties).get("accuracy", []):
+            name = pathlib.Path(report.nodeid.partition("::")[0]).stem.removeprefix("test_")
+            table.setdefault(name, {})[what] = [float(f"{x:.4g}") for x in errors]
     return {name: dict(sorted(rows.items())) for name, rows in sorted(table.items())}
 
 
@@ -101,6 +112,7 @@ def pytest_terminal_summary(terminalreporter, exitstatus, config):
         "interrupted": exitstatus == pytest.ExitCode.INTERRUPTED,
         "seconds": round(time.time() - config.stash[_START]),
         "bits": _bit_table(stats["passed"]),
+        "accuracy": _accuracy(stats["passed"]),
     }
     path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
     path.write_text(json.dumps(gate, indent=1) + "\n")

@@ -14,7 +14,7 @@ from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
 from pallas_kernels.logprob import hopper, hopper_blocks
 from pallas_kernels.weight import Weight
-from tests.pallas_kernels.base import bits, differ, same
+from tests.pallas_kernels.base import bits, differ, errors, same
 from tests.pallas_kernels.logprob_work import (
     LOGITS,
     UNIT,
@@ -169,6 +169,7 @@ def test_no_less_accurate_than_the_library(V):
         targets = jnp.where(jnp.arange(B) % 2 == 0, jnp.argmax(z, axis=1), others).astype(jnp.int32)
         want, _ = exact(z, targets, inv_temp)
         found = reduce(padded, targets, inv_temp)[0], library(z, targets, inv_temp)
+        errors(f"{kind} logits, vocabulary {V}", *found, want)
         ours, theirs = (error(y, want) for y in found)
         assert ours <= max(theirs * 1.05, rounding(want)), f"{kind}: {ours} against {theirs}"
 

@@ -32,6 +32,16 @@ def relative(got, want) -> float:
     return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
+ACCURACY: list[tuple[str, float, float]] = []
+"""(what, our relative error, the library's) of every comparison with exact results so far in this process."""
+
+
+def errors(what: str, ours, library, want) -> tuple[float, float]:
+    """Relative errors (2-norm) of two implementations against float64 results; noted for tests/gpu's tables."""
+    ACCURACY.append((what, relative(ours, want), relative(library, want)))
+    return ACCURACY[-1][1:]
+
+
 def differ(got, want) -> int:
     """How many values of two arrays have other bits; all of them where the shapes are not the same."""
     got, want = bits(got), bits(want)
