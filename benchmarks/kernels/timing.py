@@ -66,10 +66,15 @@ def kernel_us(f: Callable, *args, iterations: int = 20) -> float:
     return statistics.median(milliseconds) * 1e3
 
 
-def loop_us(step: Callable, x: jax.Array, *args, trips: int = 20) -> float:
+def loop_us(step: Callable, x: jax.Array, *args, trips: int = 20, once: Callable | None = None) -> float:
     """Median time of one trip of a loop on the device that carries x, x = step(i, x, *args), in microseconds: launches
-    and gaps as a model's own loop has them."""
-    run = compiled(lambda x, *a: lax.fori_loop(0, trips, lambda i, x: step(i, x, *a), x), x, *args)
+    and gaps as a model's own loop has them. once(x, *args), computed before the loop, is one more argument of step."""
+
+    def loop(x, *args):
+        more = () if once is None else (once(x, *args),)
+        return lax.fori_loop(0, trips, lambda i, x: step(i, x, *args, *more), x)
+
+    run = compiled(loop, x, *args)
     times = []
     with alone():
         jax.block_until_ready(run(x, *args))

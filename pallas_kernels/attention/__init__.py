@@ -16,6 +16,7 @@ from pallas_kernels import registry
 
 BLOCK = 128
 SPLIT = 2048
+Work = tuple[jax.Array, ...]
 
 
 def attention(
@@ -27,6 +28,7 @@ def attention(
     page_table_SP: jax.Array,
     *,
     layer: jax.Array | None = None,
+    work: Work | None = None,
     region: str,
     impl: str,
 ) -> jax.Array:
@@ -40,6 +42,7 @@ def attention(
       kv_len_S: int32 [S], positions of each sequence that are written.
       page_table_SP: int32 [S, P], pages of each sequence in order; where a gradient is taken, no page is of two sequences.
       layer: int32 scalar, which layer of stacked pages; no gradient through such a call.
+      work: what `work_list` gives for these sequences, where several layers share it; None to compute it here.
       region: name of the region in the contract.
       impl: "reference", "hopper" or "native".
 
@@ -57,31 +60,55 @@ def attention(
         raise ValueError(f"{region}: q {q_THd.shape}, k pages {k_pages.shape}, v pages {v_pages.shape} do not fit")
     if not q_THd.dtype == k_pages.dtype == v_pages.dtype:
         raise ValueError(f"{region}: q is {q_THd.dtype}, the pages {k_pages.dtype} and {v_pages.dtype}")
-    columns = -page_table_SP.shape[1] % (BLOCK // page_size)
-    page_table_SP = jnp.pad(page_table_SP, ((0, 0), (0, columns)))
+    page_table_SP = _whole_blocks(page_table_SP, page_size)
     module = registry.implementation("attention", impl)
     registry.record(region, module.entry(q_THd.shape[1] // K, K, q_THd.shape[2], q_THd.dtype))
-    run = module.attention if impl == "native" else functools.partial(_iso, impl)
-    return run(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)
+    if impl == "native":
+        return module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)
+    return _iso(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work)
+
+
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str) -> Work | None:
+    """What `attention` derives from lengths alone, for all layers of a forward: XLA computes it in each trip of a loop otherwise.
+
+    Args:
+      q_THd, k_pages: as `attention` takes them, or their `jax.ShapeDtypeStruct`: nothing but shapes is used.
+      q_start_S1, kv_len_S, page_table_SP, impl: as `attention` takes them.
+
+    Returns:
+      Integers that are the implementation's own; None where it has no use for any.
+
+    Raises:
+      registry.Unsupported: no such implementation.
+    """
+    module = registry.implementation("attention", impl)
+    if impl != "hopper":
+        return None
+    return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, _whole_blocks(page_table_SP, k_pages.shape[-3]))
+
+
+def _whole_blocks(page_table_SP, page_size: int):
+    columns = -page_table_SP.shape[1] % (BLOCK // page_size)
+    return jnp.pad(page_table_SP, ((0, 0), (0, columns)))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _iso(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
+def _iso(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work):
     module = registry.implementation("attention", impl)
-    return module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)[0]
+    return module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work)[0]
 
 
-def _iso_fwd(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
+def _iso_fwd(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work):
     if layer is not None:
         raise NotImplementedError("no gradient through stacked pages: training uses pages of one layer")
     module = registry.implementation("attention", impl)
-    o_THd, lse_TH = module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, None)
+    o_THd, lse_TH = module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, None, work)
     return o_THd, (q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, o_THd, lse_TH)
 
 
 def _iso_bwd(impl, saved, do_THd):
     grads = registry.implementation("attention", impl).attention_backward(*saved, do_THd)
-    return (*grads, None, None, None, None)
+    return (*grads, None, None, None, None, None)
 
 
 _iso.defvjp(_iso_fwd, _iso_bwd)

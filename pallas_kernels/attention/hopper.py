@@ -71,7 +71,25 @@ def few_rows(T: int, S: int, shape: Shape) -> bool:
     return T <= FEW_TOKENS * S or tiles * shape.K <= mosaic.SMS
 
 
-def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer) -> tuple[jax.Array, jax.Array]:
+def _kernel(q_THd, k_pages, S: int):
+    """(the module that serves a call of S sequences, its `Shape`)."""
+    T, H, _ = q_THd.shape
+    page, K, d = k_pages.shape[-3:]
+    shape = Shape(H, K, d, page)
+    return hopper_decode if few_rows(T, S, shape) else hopper_forward, shape
+
+
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> tuple[jax.Array, ...] | None:
+    """The integers that the kernel walks by; None where no kernel serves such arrays, which `attention` says."""
+    if unsupported_reason(q_THd, k_pages):
+        return None
+    kernel, shape = _kernel(q_THd, k_pages, kv_len_S.shape[0])
+    return kernel.work_list(q_start_S1, kv_len_S, page_table_SP.shape[1], q_THd.shape[0], shape)
+
+
+def attention(
+    q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work=None
+) -> tuple[jax.Array, jax.Array]:
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]; 0 where a row has no key).
 
     Raises:
@@ -81,10 +99,7 @@ def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, laye
         hint = registry.USE_BF16 if q_THd.dtype != jnp.bfloat16 else registry.USE_CPU
         raise registry.Unsupported(f"Hopper attention {reason}; {hint}")
     *_, N, page, K, d = k_pages.shape
-    T, H, _ = q_THd.shape
-    shape = Shape(H, K, d, page)
+    kernel, shape = _kernel(q_THd, k_pages, kv_len_S.shape[0])
     k_Rd, v_Rd = (x.reshape(-1, K * d) for x in (k_pages, v_pages))
     first_row = jnp.zeros((1,), jnp.int32) if layer is None else (layer * (N * page)).astype(jnp.int32).reshape(1)
-    few = few_rows(T, kv_len_S.shape[0], shape)
-    kernel = hopper_decode.attention if few else hopper_forward.attention
-    return kernel(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, first_row, shape)
+    return kernel.attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, first_row, shape, work=work)

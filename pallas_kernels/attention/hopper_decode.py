@@ -60,16 +60,24 @@ def items(table_N5, splits: int):
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
-def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Few | None = None):
+def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape):
+    """(tiles of the rows, int32 [N, 5]; int32 [1], how many are real; `items` of at most P pages a sequence, and int32 [1])."""
+    table_N5, tile_count = tiles(q_start_S1, kv_len_S, T, shape.tokens)
+    items_M7, count = items(table_N5, -(-P * shape.page // SPLIT))
+    return table_N5, tile_count[None], items_M7, count[None]
+
+
+def attention(
+    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Few | None = None, work=None
+):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
     T, H, d = q_THd.shape
     plan = schedule or FEW[d]
     pairs, slots = plan.pairs, plan.slots
     splits = -(-table_SP.shape[1] * shape.page // SPLIT)
-    table_N5, tile_count = tiles(q_start_S1, kv_len_S, T, shape.tokens)
-    items_M7, count = items(table_N5, splits)
+    table_N5, tile_count, items_M7, count = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape)
     M = items_M7.shape[0]
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count[None])
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count)
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, items_g, count_g, *out_g, scratch):
         q_memory, ring_s, ready, free, q_ready = scratch
@@ -179,7 +187,7 @@ def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
     Args:
       o_CRHw: fp32 [d / 32, splits * T, H, 32], O of token t and split s in row s * T + t.
       m_RH, l_RH: fp32 [splits * T, H].
-      table_N5, count: as `hopper_forward.tiles` gives them.
+      table_N5, count: as `work_list` gives them.
       shape, T: static sizes.
     """
     C, _, H, w = o_CRHw.shape
@@ -218,4 +226,4 @@ def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
         grid=(table_N5.shape[0], shape.K, C),
         grid_names=("tile", "head", "column"),
         compiler_params=LANES,
-    )(o_CRHw, m_RH, l_RH, table_N5, count[None])
+    )(o_CRHw, m_RH, l_RH, table_N5, count)

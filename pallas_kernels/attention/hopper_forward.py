@@ -33,7 +33,17 @@ from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import CONSUMER_REGISTERS, MANY, PRODUCER_REGISTERS, Many
 
 
-def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Many | None = None):
+def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape, schedule: Many | None = None):
+    """(int32 [N, 5], tiles of the rows, the largest first; int32 [1], how many are real). P is not needed."""
+    del P
+    table_N5, count = tiles(q_start_S1, kv_len_S, T, (schedule or MANY[shape.d]).warpgroups * shape.tokens)
+    size_N = jnp.where(table_N5[:, 2] > 0, table_N5[:, 4], -1)  # those that do not exist come last
+    return table_N5[descending(size_N)], count[None]
+
+
+def attention(
+    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Many | None = None, work=None
+):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]).
 
     Args:
@@ -43,14 +53,14 @@ def attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shap
       first_row: int32 [1], of the layer's pages in k_Rd and v_Rd.
       shape: static sizes.
       schedule: None for the table's.
+      work: what `work_list` gives; None to compute it here.
     """
     T, H, d = q_THd.shape
     plan = schedule or MANY[d]
     W, slots = plan.warpgroups, plan.slots
-    table_N5, count = tiles(q_start_S1, kv_len_S, T, W * shape.tokens)
+    table_N5, count = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape, plan)
     N = table_N5.shape[0]
-    size_N = jnp.where(table_N5[:, 2] > 0, table_N5[:, 4], -1)  # those that do not exist come last
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, table_N5[descending(size_N)], count[None])
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, table_N5, count)
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, tiles_g, count_g, o_g, lse_g, *park_g, scratch):
         cta, me = lax.axis_index("cta"), lax.axis_index("wg")

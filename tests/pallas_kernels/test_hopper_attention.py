@@ -87,6 +87,16 @@ def test_the_op_reads_a_layer_of_a_stack():
     assert "mosaic_gpu_v2" in lower(run, q, k, v, *where, jax.ShapeDtypeStruct((), jnp.int32))
 
 
+@pytest.mark.parametrize("T, S", [(4, 4), (8192, 2)])
+def test_layers_that_share_their_work_compute_no_lists(T, S):
+    q, k, v, *where = operands(T, S, 640, Shape(8, 2, 128, 16))
+    attend = functools.partial(op.attention, region="r", impl="hopper")
+    listed = functools.partial(op.work_list, impl="hopper")
+    work = jax.eval_shape(listed, q, k, *where)
+    assert "stablehlo.reduce" in lower(attend, q, k, v, *where)
+    assert "stablehlo.reduce" not in lower(lambda *a: attend(*a[:-1], work=a[-1]), q, k, v, *where, work)
+
+
 def test_what_it_cannot_serve_is_refused():
     for dtype, d, G, page, why in (
         ("float32", 128, 4, 16, "bfloat16"),
@@ -96,8 +106,10 @@ def test_what_it_cannot_serve_is_refused():
     ):
         paged = jnp.zeros((3, page, 1, d), dtype)
         where = jnp.array([0, 1]), jnp.array([1]), jnp.zeros((1, BLOCK // page), jnp.int32)
+        q = jnp.zeros((1, G, d), dtype)
         with pytest.raises(registry.Unsupported, match=why):
-            op.attention(jnp.zeros((1, G, d), dtype), paged, paged, *where, region="r", impl="hopper")
+            op.attention(q, paged, paged, *where, region="r", impl="hopper")
+        assert op.work_list(q, paged, *where, impl="hopper") is None
 
 
 def test_the_kernel_is_chosen_by_sizes_alone():
@@ -205,7 +217,8 @@ def test_splits_are_merged_in_order_in_the_interpreter():
     shape = Shape(H, K, d, 16)
     table, count = hopper_tiles.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, shape.tokens)
     with mosaic.interpreted():
-        got, lse = jax.jit(lambda *a: hopper_decode.merge_splits(*a, shape, T))(*map(jnp.asarray, parts), table, count)
+        run = jax.jit(lambda *a: hopper_decode.merge_splits(*a, shape, T))
+        got, lse = run(*map(jnp.asarray, parts), table, count[None])
     assert not gpu_callbacks.get_races().races_found
     for x in (m, l, o):
         x[unused] = 0
