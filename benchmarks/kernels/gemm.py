@@ -94,7 +94,7 @@ def few(T: int, name: str, multiply) -> tuple[float, float]:
             x = multiply(x, w, leaves)
         return x
 
-    return timing.loop_us(step, operands(T, 8, shapes[0][1])[0], *weights) / copies, size
+    return timing.loop_us(step, operands(T, 8, shapes[0][1])[0], *weights, trips=100) / copies, size
 
 
 def backward() -> dict[str, float]:

@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.kernels import separate, timing
 from benchmarks.kernels.tune_gemm import BitsDiffer, wide
+from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
 
 LAYER = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 8), "gate_up": (24576, 4096, 1), "down": (4096, 12288, 8)}
@@ -24,8 +25,19 @@ LAYER = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 8), "gate_up": (24576, 4096, 
 LAYERS = {"qkv": 8, "o": 8, "gate_up": 4, "down": 4}
 """Layers of a stack: none is still in the L2 cache when its turn comes again."""
 TRIPS = 48
-WITH_LEAVES = {"qkv": (6144, (1, 2, 4)), "qkv of TP 8": (768, (1, 4, 8))}
-"""N and leaves of column-parallel GEMMs, K 4096, as they are and as they would be."""
+WITH_LEAVES = {
+    "qkv": (6144, 4096, (1, 4)),
+    "o": (4096, 4096, (1, 8)),
+    "gate_up": (24576, 4096, (1, 4)),
+    "down": (4096, 12288, (1, 8)),
+    "qkv of TP 8": (768, 4096, (1, 4, 8)),
+    "o of TP 8": (4096, 512, (1, 2)),
+    "gate_up of TP 8": (3072, 4096, (1, 4)),
+    "down of TP 8": (4096, 1536, (1, 2)),
+}
+"""N, K and leaves of each region of a Qwen3-8B layer and of one of 8 tensor-parallel ranks' slices: as the contract has them
+(chains for columns, 8 leaves or a rank's one of them for rows), and as they would be."""
+TRAINING_TOKENS = 16384
 
 
 def stack(L: int, N: int, K: int) -> jax.Array:
@@ -76,7 +88,11 @@ def layer_us(T: int) -> float:
 def rows() -> list[dict]:
     """One row a measurement (benchmarks.report.record's fields)."""
     copy = timing.copy_bandwidth() / 1e12
-    memory = {"baseline": copy, "baseline_name": "a large copy, bytes read and written", "metric": "TB/s of the weights"}
+    memory = {
+        "baseline": copy,
+        "baseline_name": "a large copy, bytes read and written",
+        "metric": "TB/s of the weights",
+    }
     library = separate.call("native", "gemm_small", "library_us", 256)
     found = []
     for name, (N, K, leaves) in LAYER.items():
@@ -112,17 +128,28 @@ def rows() -> list[dict]:
         }
         | memory
     )
-    for name, (N, choices) in WITH_LEAVES.items():
-        w_LNK = stack(8 if N > 1024 else 64, N, 4096)
+    return found + leaves_rows()
+
+
+def training_us(N: int, K: int, leaves: int) -> float:
+    """Time of a training batch's GEMM with so many leaves."""
+    x_TK = jax.random.normal(jax.random.key(2), (TRAINING_TOKENS, K), jnp.bfloat16)
+    return timing.device_us(lambda x, w: hopper.gemm(x, w, None, leaves, "row", jnp.bfloat16), x_TK, stack(1, N, K)[0])
+
+
+def leaves_rows() -> list[dict]:
+    """What leaves of a region give at 64 tokens and cost at a training batch's."""
+    found = []
+    for name, (N, K, choices) in WITH_LEAVES.items():
+        w_LNK = stack(max(4, -(-(1 << 28) // (N * K * 2))), N, K)
         for leaves in choices:
-            found.append(
-                {
-                    "id": f"gemm-leaves-{leaves}-{name.replace(' ', '-')}",
-                    "work": f"64 tokens, {name} {N}x4096 of a stack with {leaves} leaves, the kernel alone",
-                    "metric": "us",
-                    "ours": kernel_us(64, w_LNK, leaves),
-                }
-            )
+            of = f"{name} {N}x{K}"
+            row = {"id": f"gemm-leaves-{leaves}-{name.replace(' ', '-')}", "metric": "us"}
+            work = f"64 tokens, {of} of a stack with {leaves} leaves, the kernel alone"
+            found.append(row | {"work": work, "ours": kernel_us(64, w_LNK, leaves)})
+            if name in LAYER:
+                work = f"{TRAINING_TOKENS} tokens, {of} with {leaves} leaves"
+                found.append(row | {"id": f"{row['id']}-training", "work": work, "ours": training_us(N, K, leaves)})
     return found
 
 
