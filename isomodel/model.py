@@ -95,7 +95,7 @@ class Attention(nnx.Module):
             impl=impl,
         )
         _note("attention", o_THd)
-        y_TD = gemm.tree(o_THd.reshape(T, -1), self.o.get_value(), region="o_proj", impl=impl, contract_dims=2)
+        y_TD = gemm.tree(o_THd, self.o.get_value(), region="o_proj", impl=impl, contract_dims=2)
         return _note("o_proj", y_TD), None if ctx.layer is None else (k_pages, v_pages)
 
 
@@ -158,10 +158,11 @@ class Layer(nnx.Module):
 _LAYERS = "layers."
 
 
-def _layer_weights(params: Params, masters: Params | None, layer) -> dict[str, Weight]:
-    """The weights of one layer by their name inside it: index `layer` of the stacks, or slices when layer is None."""
+def _layer_weights(params: Params, masters: Params, layer) -> dict[str, Weight]:
+    """The weights of one layer by their name inside it: index `layer` of the stacks, which ops read in place, and that
+    layer's slices of the masters, if there are any."""
     return {
-        name.removeprefix(_LAYERS): Weight(w, layer, None if masters is None else masters[name])
+        name.removeprefix(_LAYERS): Weight(w, layer, masters.get(name))
         for name, w in params.items()
         if name.startswith(_LAYERS)
     }
@@ -234,10 +235,10 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
 
     def layer(carry, weights):
         x_TD, residual_TD, pages = carry
-        index = None
-        if inference:
-            index, weights = weights, _layer_weights(params, None, weights)
-        ctx = LayerContext(cfg, numerics, batch, rotations_T2h, None if inference else kv, attention_work, index)
+        index, masters_of_layer = weights
+        weights = _layer_weights(params, masters_of_layer, index)
+        pages_of_layer, page_stack = (None, index) if inference else (kv, None)
+        ctx = LayerContext(cfg, numerics, batch, rotations_T2h, pages_of_layer, attention_work, page_stack)
         with _tapping(tap) as seen:
             x_TD, residual_TD, pages = Layer(cfg, weights)(x_TD, residual_TD, pages, ctx)
         return (x_TD, residual_TD, pages), seen
@@ -246,7 +247,8 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed", impl=numerics.impl))
         # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
-        weights = jnp.arange(cfg.num_layers) if inference else _layer_weights(params, masters, None)
+        of_layers = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
+        weights = jnp.arange(cfg.num_layers), of_layers
         (x_TD, residual_TD, pages), of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, weights)
         seen.update(of_layers)
         hidden_TD, _ = rms_norm.add_rms_norm(

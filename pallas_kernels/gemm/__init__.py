@@ -9,6 +9,7 @@ round once, at the end.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -53,56 +54,60 @@ def tree(x_TK: jax.Array, w_NK: Weight | jax.Array, *, region: str, impl: str, c
     """Row-parallel GEMM (o, down): `leaf_count(K)` chains and a balanced tree. Arguments and errors as in `chain`.
 
     Args:
+      x_TK: K may stand as its `contract_dims` dimensions ([T, H, d] for the output projection).
       contract_dims: trailing dimensions of the weight that make up K (2 for the output projection's [D, H, d]).
     """
-    w = as_weight(w_NK)
-    K = x_TK.shape[-1]
-    flat = lambda a, keep: None if a is None else a.reshape(*a.shape[:keep], K)  # noqa: E731
-    lead = len(w.value.shape) - contract_dims
-    w = Weight(flat(w.value, lead), w.layer, flat(w.master, len(w.shape) - contract_dims))
-    return _gemm(x_TK, w, leaf_count(K), "row", region, impl, None)
+    K = math.prod(as_weight(w_NK).shape[-contract_dims:])
+    return _gemm(x_TK, w_NK, leaf_count(K), "row", region, impl, None, contract_dims)
 
 
-def _gemm(x_TK, w, leaves, parallel, region, impl, out_dtype):
+def _gemm(x, w, leaves, parallel, region, impl, out_dtype, contract_dims=1):
     w = as_weight(w)
-    K = x_TK.shape[-1]
-    if w.shape[-1] != K or x_TK.ndim != 2:
-        raise ValueError(f"{region}: x {x_TK.shape} and weight {w.shape} do not share K, their last dimension")
-    if w.dtype != x_TK.dtype:
-        raise ValueError(f"{region}: x is {x_TK.dtype} and the weight {w.dtype}; cast one first")
-    out_dtype = jnp.dtype(out_dtype or x_TK.dtype)
+    K = math.prod(w.shape[-contract_dims:])
+    if x.shape[1:] not in ((K,), w.shape[-contract_dims:]):
+        raise ValueError(f"{region}: x {x.shape} and weight {w.shape} do not share K, their last dimension")
+    if w.dtype != x.dtype:
+        raise ValueError(f"{region}: x is {x.dtype} and the weight {w.dtype}; cast one first")
+    out_dtype = jnp.dtype(out_dtype or x.dtype)
     module = registry.implementation("gemm", impl)
-    N = w.value[..., 0].size // (1 if w.layer is None else w.value.shape[0])
-    registry.record(region, module.entry(N, K, leaves, parallel, x_TK.dtype, out_dtype))
+    registry.record(region, module.entry(math.prod(w.shape) // K, K, leaves, parallel, x.dtype, out_dtype))
     if impl == "native":
-        return module.gemm(x_TK, w, out_dtype)
-    value = w.value.reshape(*w.value.shape[: 0 if w.layer is None else 1], N, K)
-    master = None if w.master is None else w.master.reshape(N, K)
-    return _iso(impl, leaves, parallel, out_dtype, x_TK, value, w.layer, master)
+        return module.gemm(x.reshape(-1, K), w, out_dtype)
+    return _iso(impl, leaves, parallel, out_dtype, x, w.value, w.layer, w.master)
+
+
+# Operands come as they are and are flattened inside: what the backward keeps is then an array that exists anyway, and a loop
+# over layers does not stack copies of its weights.
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2, 3))
-def _iso(impl, leaves, parallel, out_dtype, x_TK, value, layer, master):
+def _iso(impl, leaves, parallel, out_dtype, x, value, layer, master):
     del master
-    return registry.implementation("gemm", impl).gemm(x_TK, value, layer, leaves, parallel, out_dtype)
+    x_TK = x.reshape(x.shape[0], -1)
+    stack = value.shape[: 0 if layer is None else 1]
+    flat = value.reshape(*stack, -1, x_TK.shape[1])
+    return registry.implementation("gemm", impl).gemm(x_TK, flat, layer, leaves, parallel, out_dtype)
 
 
-def _iso_fwd(impl, leaves, parallel, out_dtype, x_TK, value, layer, master):
-    y = _iso(impl, leaves, parallel, out_dtype, x_TK, value, layer, master)
-    return y, (x_TK, value, layer, master is not None)
+def _iso_fwd(impl, leaves, parallel, out_dtype, x, value, layer, master):
+    y = _iso(impl, leaves, parallel, out_dtype, x, value, layer, master)
+    return y, (x, value, layer, master is not None)
 
 
 def _iso_bwd(impl, leaves, parallel, out_dtype, saved, dy_TN):
     """dX = dY W and dW = dY^T X: library dots with fp32 accumulation. They need no fixed order, only the same each run."""
     del impl, leaves, parallel, out_dtype
-    x_TK, value, layer, to_master = saved
-    if layer is not None:
-        raise NotImplementedError("no gradient through a stack with a layer index: pass one layer's slice in training")
-    dy_TN = dy_TN.astype(x_TK.dtype)
-    dx_TK = lax.dot_general(dy_TN, value, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    x, value, layer, to_master = saved
+    if layer is not None and not to_master:
+        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
+    w = Weight(value, layer).slice()
+    x_TK = x.reshape(x.shape[0], -1)
+    w_NK = w.reshape(-1, x_TK.shape[1])
+    dy_TN = dy_TN.astype(x.dtype)
+    dx_TK = lax.dot_general(dy_TN, w_NK, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     dw_NK = lax.dot_general(dy_TN, x_TK, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
-    dx_TK = dx_TK.astype(x_TK.dtype)
-    return (dx_TK, None, None, dw_NK) if to_master else (dx_TK, dw_NK.astype(value.dtype), None, None)
+    dx, dw = dx_TK.astype(x.dtype).reshape(x.shape), dw_NK.reshape(w.shape)
+    return (dx, None, None, dw) if to_master else (dx, dw.astype(value.dtype), None, None)
 
 
 _iso.defvjp(_iso_fwd, _iso_bwd)

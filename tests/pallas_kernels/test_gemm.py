@@ -88,7 +88,7 @@ def test_a_stack_is_indexed_in_place(impl, n):
     run = jax.jit(lambda layer: gemm.chain(x, Weight(stack, layer), region="r", impl=impl))
     for layer in range(3):
         assert same([run(jnp.int32(layer))], [gemm.chain(x, stack[layer], region="r", impl=impl)])
-    with pytest.raises(NotImplementedError, match="slice"):
+    with pytest.raises(NotImplementedError, match="give a master of one layer"):
         jax.grad(lambda x: gemm.chain(x, Weight(stack, jnp.int32(0)), region="r", impl=impl).sum().astype(float))(x)
 
 
@@ -105,6 +105,31 @@ def test_the_master_gets_the_gradient(impl):
     y = np.asarray(x, np.float64) @ np.asarray(w, np.float64).T
     assert to_master.dtype == jnp.float32 and not np.asarray(to_value, np.float32).any()
     assert relative(to_master, 2 * y.T @ np.asarray(x, np.float64)) < 1e-2
+
+    def loss_in_stack(x, master):
+        value = Weight(jnp.stack([w + 1, w]), jnp.int32(1), master)
+        return jnp.sum(gemm.chain(x, value, region="r", impl=impl, out_dtype=jnp.float32) ** 2)
+
+    def loss_alone(x, master):
+        return jnp.sum(gemm.chain(x, Weight(w, None, master), region="r", impl=impl, out_dtype=jnp.float32) ** 2)
+
+    assert same(jax.grad(loss_in_stack, (0, 1))(x, master), jax.grad(loss_alone, (0, 1))(x, master))
+
+
+@pytest.mark.parametrize("impl", [*ISO, "native"])
+def test_heads_are_flattened_inside(impl):
+    rng = np.random.default_rng(3)
+    x, w = spread(rng, 12, 4, 64, binades=2), spread(rng, 24, 4, 64, binades=2)
+    master = w.astype(jnp.float32)
+    flat = lambda x, master: gemm.tree(  # noqa: E731
+        x.reshape(12, 256), Weight(w.reshape(24, 256), None, master.reshape(24, 256)), region="r", impl=impl
+    )
+    heads = lambda x, master: gemm.tree(x, Weight(w, None, master), region="r", impl=impl, contract_dims=2)  # noqa: E731
+    assert same([heads(x, master)], [flat(x, master)])
+    grads = [jax.grad(lambda x, m: jnp.sum(f(x, m).astype(jnp.float32) ** 2), (0, 1))(x, master) for f in (heads, flat)]  # noqa: B023
+    assert same(*grads) and grads[0][0].shape == x.shape and grads[0][1].shape == master.shape
+    with pytest.raises(ValueError, match="do not share K"):
+        gemm.tree(x.reshape(12, 2, 128), w, region="r", impl=impl, contract_dims=2)
 
 
 def test_faults_are_named():
