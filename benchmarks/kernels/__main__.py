@@ -21,7 +21,7 @@ import tempfile
 from benchmarks import report
 from benchmarks.kernels.reasons import REASONS
 
-MODULES = ("gemm", "gemm_small", "attention", "attention_backward", "rows", "logprob", "stack")
+MODULES = ("gemm", "gemm_small", "attention", "attention_backward", "rows", "logprob", "stack", "constants")
 AREA = "kernels"
 
 

@@ -32,7 +32,9 @@ def alone():
 
 
 def compiled(f: Callable, *args) -> Callable:
-    """jit(f), or f if it is jitted, compiled for these arguments."""
+    """jit(f), or f if it is jitted, compiled for these arguments; f if it is compiled."""
+    if isinstance(f, jax.stages.Compiled):
+        return f
     return (f if hasattr(f, "lower") else jax.jit(f)).lower(*args).compile()
 
 

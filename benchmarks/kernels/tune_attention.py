@@ -1,24 +1,21 @@
 """Measures the attention schedules on a GPU and rewrites the tables in pallas_kernels/attention/schedules.py.
 
-    python -m benchmarks.kernels.tune_attention [constants]
+    python -m benchmarks.kernels.tune_attention
 
-A schedule whose bits differ from the canonical one's is refused, however fast it is. With `constants` it measures instead
-what the contract's own constants cost: the split, in training and in decode, and the KV block at head_dim 256.
+A schedule whose bits differ from the canonical one's is refused, however fast it is.
 """
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import re
-import sys
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from benchmarks.kernels import timing
-from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward, hopper_tiles, hopper_walk, schedules
+from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, schedules
 from pallas_kernels.attention.hopper_tiles import Shape
 from pallas_kernels.attention.schedules import SHARED_BYTES, Few, Many
 
@@ -114,42 +111,6 @@ def source(table: str, entries: dict) -> str:
     return f"{table} = {{\n" + "".join(f"    {d}: {s!r},\n" for d, s in entries.items()) + "}\n"
 
 
-@contextlib.contextmanager
-def constants(block: int, split: int):
-    """The kernels under another KV block and split than the contract's."""
-    modules = (hopper_tiles, hopper_walk, hopper_forward, hopper_decode, schedules)
-    ours = [
-        (m, name, getattr(m, name)) for m in modules for name in ("BLOCK", "SPLIT", "PER_SPLIT") if hasattr(m, name)
-    ]
-    values = {"BLOCK": block, "SPLIT": split, "PER_SPLIT": split // block}
-    for module, name, _ in ours:
-        setattr(module, name, values[name])
-    try:
-        yield
-    finally:
-        for module, name, value in ours:
-            setattr(module, name, value)
-
-
-def costs() -> None:
-    """Prints what each choice of the constants costs in training and gives in decode."""
-    few = {"256 x 2k-8k": WORK["FEW"], "4 x 32k": ((1,) * 4, (32768,) * 4)}
-    for split in (1024, SPLIT, 4096):
-        with constants(BLOCK, split):
-            train = timing.device_us(runner("MANY"), *sequences(128, *WORK["MANY"]), iterations=5)
-            decode = {name: timing.device_us(runner("FEW"), *sequences(128, *work)) for name, work in few.items()}
-        print(
-            f"split {split}: 2 x 8k {train:.0f} us; " + "; ".join(f"{n} {us:.0f} us" for n, us in decode.items()),
-            flush=True,
-        )
-    for block, slots in ((64, 4), (128, 2)):
-        with constants(block, SPLIT):
-            for overlap in (False, True):
-                many = Many(2, slots, overlap, False)
-                train = timing.device_us(runner("MANY", many), *sequences(256, *WORK["MANY"]), iterations=5)
-                print(f"head_dim 256, block {block}, overlap {overlap}: 2 x 8k {train:.0f} us", flush=True)
-
-
 def main() -> None:
     path = pathlib.Path(schedules.__file__)
     text = path.read_text()
@@ -165,4 +126,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    costs() if sys.argv[1:] == ["constants"] else main()
+    main()

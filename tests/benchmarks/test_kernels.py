@@ -11,7 +11,8 @@ import pytest
 
 from benchmarks import report
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import separate, timing
+from benchmarks.kernels import constants, separate, timing
+from pallas_kernels.attention import hopper_decode, hopper_walk
 
 FACTS = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc", "date": "2026-11-30"}
 ROW = {"id": "x", "work": "w", "metric": "us", "ours": 2.0, "baseline": 1.0, "baseline_name": "b", "target": "<= 1", "command": "c"}
@@ -97,3 +98,27 @@ def test_one_process_measures_at_a_time(tmp_path, monkeypatch):
         measure()
         assert during and all(during)
     assert not taken()
+
+
+def test_every_other_value_of_a_constant_stands_beside_the_chosen_one(tmp_path, results, monkeypatch):
+    chosen = "128-2048-", "block-128-", "chunk-16384-"
+
+    class Figures(dict):
+        def __missing__(self, key: str) -> float:
+            return 100.0 if key.startswith(chosen) else 125.0
+
+    monkeypatch.setattr(constants.separate, "call", lambda *_: Figures())
+    rows = constants.rows()
+    assert len(rows) == len({row["id"] for row in rows}) == 3 * 3 * 3 + 2 * 2 + 2
+    assert kernels.main(["--record", measured(tmp_path, *({"command": "c"} | row for row in rows))]) == 0
+    found = report.load(results)
+    assert {(r.area, r.ratio, r.target) for r in found} == {("constants", 1.25, None)}
+    assert "| - | - |" in report.render(found)
+
+
+def test_constants_are_put_back():
+    chosen = hopper_walk.PER_SPLIT, hopper_walk.BLOCK, hopper_decode.SPLIT
+    with pytest.raises(RuntimeError), constants.attention_constants(64, 1024):
+        assert (hopper_walk.PER_SPLIT, hopper_walk.BLOCK, hopper_decode.SPLIT) == (16, 64, 1024)
+        raise RuntimeError
+    assert (hopper_walk.PER_SPLIT, hopper_walk.BLOCK, hopper_decode.SPLIT) == chosen
