@@ -96,7 +96,7 @@ def _iso_fwd(impl, leaves, parallel, out_dtype, x, value, layer, master):
 
 def _iso_bwd(impl, leaves, parallel, out_dtype, saved, dy_TN):
     """dX = dY W and dW = dY^T X: library dots with fp32 accumulation. They need no fixed order, only the same each run."""
-    del impl, leaves, parallel, out_dtype
+    del leaves, parallel, out_dtype
     x, value, layer, to_master = saved
     if layer is not None and not to_master:
         raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
@@ -104,7 +104,9 @@ def _iso_bwd(impl, leaves, parallel, out_dtype, saved, dy_TN):
     x_TK = x.reshape(x.shape[0], -1)
     w_NK = w.reshape(-1, x_TK.shape[1])
     dy_TN = dy_TN.astype(x.dtype)
-    dx_TK = lax.dot_general(dy_TN, w_NK, (((1,), (0,)), ((), ())), preferred_element_type=jnp.float32)
+    # On a GPU the library accumulates in fp32 whatever it returns; fp32 results would be converted in another pass.
+    dx_dtype = x.dtype if impl == "hopper" else jnp.float32
+    dx_TK = lax.dot_general(dy_TN, w_NK, (((1,), (0,)), ((), ())), preferred_element_type=dx_dtype)
     dw_NK = lax.dot_general(dy_TN, x_TK, (((0,), (0,)), ((), ())), preferred_element_type=jnp.float32)
     dx, dw = dx_TK.astype(x.dtype).reshape(x.shape), dw_NK.reshape(w.shape)
     return (dx, None, None, dw) if to_master else (dx, dw.astype(value.dtype), None, None)

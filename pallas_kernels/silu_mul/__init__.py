@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 
 import jax
-import jax.numpy as jnp
 
 from pallas_kernels import registry
 
@@ -39,13 +38,7 @@ def _iso_fwd(impl, gate_up_TN):
 
 
 def _iso_bwd(impl, gate_up_TN, dy_TF):
-    """With s = sigmoid(g): dg = dy u s (1 + g (1 - s)), du = dy g s."""
-    del impl
-    g_TF, u_TF = jnp.split(gate_up_TN.astype(jnp.float32), 2, axis=1)
-    dy_TF = dy_TF.astype(jnp.float32)
-    s_TF = jax.nn.sigmoid(g_TF)
-    d_TN = jnp.concatenate([dy_TF * u_TF * s_TF * (1 + g_TF * (1 - s_TF)), dy_TF * g_TF * s_TF], axis=1)
-    return (d_TN.astype(gate_up_TN.dtype),)
+    return (registry.implementation("silu_mul", impl).backward(gate_up_TN, dy_TF),)
 
 
 _iso.defvjp(_iso_fwd, _iso_bwd)

@@ -11,11 +11,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels import mosaic, registry, row_stream
+from pallas_kernels.silu_mul import hopper_backward
+from pallas_kernels.silu_mul.hopper_layout import COLUMNS, LAYOUT
 
 VERSION = 1
-COLUMNS = 256
-LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, COLUMNS), (8,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
-"""Of [4 n rows, COLUMNS]: a lane holds 8 neighbouring columns."""
 
 
 def entry(F: int, dtype) -> dict:
@@ -95,3 +94,8 @@ def silu_mul(gate_up_TN: jax.Array) -> jax.Array:
     """[T, 2 F] -> [T, F]."""
     T, N = gate_up_TN.shape
     return _call(gate_up_TN, plan=schedule(T, N // 2))
+
+
+def backward(gate_up_TN: jax.Array, dy_TF: jax.Array) -> jax.Array:
+    """Gradient of gate_up, [T, 2 F]."""
+    return hopper_backward.backward(gate_up_TN, dy_TF)

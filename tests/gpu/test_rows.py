@@ -208,6 +208,20 @@ def test_no_less_accurate_than_the_library(name):
         assert ours <= theirs * (1 + 1e-4)
 
 
+def test_gradient_of_silu_is_no_less_accurate_than_the_library():
+    (x,), F = rows("silu 1544"), 1544
+    dy = np.random.default_rng(5).standard_normal((T, F)).astype(jnp.bfloat16)
+
+    def gradient(impl):
+        return jax.jit(lambda x, dy: jax.vjp(lambda x: silu_mul.silu_mul(x, region="r", impl=impl), x)[1](dy)[0])(x, dy)
+
+    g, u, d = (np.asarray(a, np.float64) for a in (x[:, :F], x[:, F:], dy))
+    s = 1 / (1 + np.exp(-g))
+    want = np.concatenate([d * u * s * (1 + g * (1 - s)), d * g * s], axis=1)
+    ours, theirs = errors("silu 1544, gradient", gradient("hopper"), gradient("native"), want)
+    assert ours <= theirs * (1 + 1e-3)
+
+
 def test_silu_at_the_ends_of_the_range():
     """No NaN where the exact function has none, and bf16's accuracy wherever fp32 holds exp(-g)."""
     x = np.ones((T, 2 * 1544), np.float32)

@@ -17,6 +17,7 @@ from pallas_kernels.qk_norm_rope import reference as rope_reference
 from pallas_kernels.rms_norm import hopper as norm
 from pallas_kernels.rms_norm import reference as rms_norm_reference
 from pallas_kernels.silu_mul import hopper as silu
+from pallas_kernels.silu_mul import reference as silu_reference
 from tests.pallas_kernels.base import bits, relative, same, spread
 
 EPS = 1e-6
@@ -122,6 +123,8 @@ BACKWARD = {
     "rope with norms": (19, 2, 4, 128, True),
     "rope without norms": (67, 1, 3, 64, False),
     "rope of many groups": (9, 1, 18, 256, True),  # a slot of whole lanes would not fit
+    "silu": (21, 264),  # the last tile of gates reaches past their end
+    "silu of many tiles": (50, 1544),
 }
 
 
@@ -133,6 +136,9 @@ def test_gradients_against_the_reference(name):
     if name.startswith("norm"):
         args = (make(T, *shape), weight(*shape), make(T, *shape), make(T, *shape), EPS)
         modules = norm, rms_norm_reference
+    elif name.startswith("silu"):
+        args = (make(T, 2 * shape[0]), make(T, *shape))
+        modules = silu, silu_reference
     else:
         K, g2, d, has_norms = shape
         norms = (weight(d, 1), weight(d, 2)) if has_norms else ()
@@ -197,6 +203,8 @@ def test_gradients_lower_for_cuda(monkeypatch):
     row = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16)  # noqa: E731
     for D in (576, 4096, 8192):
         lower(functools.partial(norm.backward, eps=EPS), row(300, D), row(D), row(300, D), row(300, D))
+    for T, F in ((300, 1536), (16384, 12288)):
+        lower(silu.backward, row(T, 2 * F), row(T, F))
     for K, g2, d in ((3, 5, 64), (8, 6, 128), (2, 18, 256)):
         grads = (row(300, K * (g2 - 2), d), row(300, K, d), row(300, K, d))
         lower(
