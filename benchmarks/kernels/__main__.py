@@ -17,11 +17,14 @@ import pathlib
 import subprocess
 import sys
 import tempfile
+import threading
 
 from benchmarks import report
 from benchmarks.kernels.reasons import REASONS
 
 MODULES = ("gemm", "gemm_small", "attention", "attention_backward", "rows", "logprob", "stack", "constants")
+LARGE = ("logprob", "stack")
+"""Those that take much of the GPU's memory: one after the other."""
 AREA = "kernels"
 
 
@@ -45,16 +48,23 @@ def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
             return [], f"{type(e).__name__}: {e}"
 
     # Most of the time is the compiler's, and it has many cores. None of the processes takes the GPU's memory at its start.
-    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(len(modules)) as pool:
+    queues = [[m for m in modules if m in LARGE], *([m] for m in modules if m not in LARGE)]
+    queues = [q for q in queues if q]
+    with tempfile.NamedTemporaryFile() as lock, concurrent.futures.ThreadPoolExecutor(len(queues)) as pool:
         environ = os.environ | {"XLA_PYTHON_CLIENT_PREALLOCATE": "false", "ISOMODEL_GPU_LOCK": lock.name}
-        running = {pool.submit(one, module, environ): module for module in modules}
-        for future in concurrent.futures.as_completed(running):
-            rows, error = future.result()
-            found["rows"] += rows
-            if error:
-                found["failed"][running[future]] = error
-            out.write_text(json.dumps(found, indent=1) + "\n")
-            print(running[future], error or "measured", flush=True)
+        writing = threading.Lock()
+
+        def one_after_another(queue: list[str]) -> None:
+            for module in queue:
+                rows, error = one(module, environ)
+                with writing:
+                    found["rows"] += rows
+                    if error:
+                        found["failed"][module] = error
+                    out.write_text(json.dumps(found, indent=1) + "\n")
+                    print(module, error or "measured", flush=True)
+
+        list(pool.map(one_after_another, queues))
     return len(found["failed"])
 
 

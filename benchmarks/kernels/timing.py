@@ -32,10 +32,16 @@ def alone():
 
 
 def compiled(f: Callable, *args) -> Callable:
-    """jit(f), or f if it is jitted, compiled for these arguments; f if it is compiled."""
+    """jit(f), or f if it is jitted, compiled for these arguments; f if it is compiled.
+
+    Alone where XLA is to pick kernels by trying them on the GPU, as its default flags have it.
+    """
     if isinstance(f, jax.stages.Compiled):
         return f
-    return (f if hasattr(f, "lower") else jax.jit(f)).lower(*args).compile()
+    lowered = (f if hasattr(f, "lower") else jax.jit(f)).lower(*args)
+    tries = "--xla_gpu_autotune_level=0" not in os.environ.get("XLA_FLAGS", "")
+    with alone() if tries else contextlib.nullcontext():
+        return lowered.compile()
 
 
 def device_us(f: Callable, *args, iterations: int = 20) -> float:
