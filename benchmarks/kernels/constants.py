@@ -28,14 +28,15 @@ AREA = "constants"
 ATTENTION = [(128, 1024), (128, 2048), (128, 4096), (64, 2048)]
 """KV block and split."""
 ATTENTION_WORK = {
-    "train": ("MANY", WORK["MANY"], "causal forward, 2 x 8192 tokens"),
-    "decode-4x32k": ("FEW", ((1,) * 4, (32768,) * 4), "decode of 4 sequences of 32768"),
-    "decode-256x2k-8k": ("FEW", WORK["FEW"], "decode of 256 sequences of 2k to 8k"),
+    "train": ("MANY", 5, WORK["MANY"], "causal forward, 2 x 8192 tokens"),
+    "decode-8x2k": ("FEW", 300, ((1,) * 8, (2048,) * 8), "decode of 8 sequences of 2048"),
+    "decode-4x32k": ("FEW", 100, ((1,) * 4, (32768,) * 4), "decode of 4 sequences of 32768"),
+    "decode-256x2k-8k": ("FEW", 10, WORK["FEW"], "decode of 256 sequences of 2k to 8k"),
 }
+"""Which kernel serves it, calls in a loop on the device, lengths of queries and of keys, and in words."""
 VOCAB_BLOCKS = (64, 128, 256)
 CHUNKS = (8192, 16384, 32768)
 T, B, V, D = 4096, 256, 151936, 4096
-TRIPS = 10
 
 
 @contextlib.contextmanager
@@ -77,15 +78,15 @@ def _attend(table: str, block: int, trips: int):
 
 def attention(d: int) -> dict[str, float]:
     """Microseconds of each piece of work under each choice, at one head_dim."""
-    work = {name: sequences(d, *lengths) for name, (_, lengths, _) in ATTENTION_WORK.items()}
+    work = {name: sequences(d, *lengths) for name, (_, _, lengths, _) in ATTENTION_WORK.items()}
     with concurrent.futures.ThreadPoolExecutor() as pool:
         programs = {}
         for block, split in ATTENTION:
-            for name, (table, _, _) in ATTENTION_WORK.items():
+            for name, (table, trips, _, _) in ATTENTION_WORK.items():
                 with attention_constants(block, split):
-                    lowered = _attend(table, block, TRIPS).lower(*work[name])
-                programs[f"{block}-{split}-{name}"] = pool.submit(lowered.compile), work[name]
-        return {key: _us(*program) / TRIPS for key, program in programs.items()}
+                    lowered = _attend(table, block, trips).lower(*work[name])
+                programs[f"{block}-{split}-{name}"] = pool.submit(lowered.compile), work[name], trips
+        return {key: _us(*program) / trips for key, (*program, trips) in programs.items()}
 
 
 def vocabulary() -> dict[str, float]:
@@ -102,13 +103,12 @@ def vocabulary() -> dict[str, float]:
             programs[key] = pool.submit(jax.jit(f).lower(*args).compile), args
 
         for block in VOCAB_BLOCKS:
-            steps = hopper_blocks.STEPS * VOCAB_BLOCK // block
+            # As much shared memory at most, and each consumer its own slots: the loop's barriers rely on it.
+            steps = hopper_blocks.STEPS * VOCAB_BLOCK // block // hopper_blocks.CONSUMERS * hopper_blocks.CONSUMERS
             with replaced(modules, VOCAB_BLOCK=block, SHAPE=(hopper_head.ROWS, block), STEPS=steps):
-                jax.clear_caches()  # inner jitted functions do not know the block
                 z = jax.random.normal(keys[2], (B, logprob.padded_vocab(V))) * 3
                 submit(f"block-{block}-train", lambda *a: hopper_logprob.forward(*a), x, w, targets, inv_temp)
                 submit(f"block-{block}-decode", lambda *a: hopper_logprob.reduce(*a), z, targets[:B], inv_temp[:B])
-        jax.clear_caches()
 
         def loss(x, w):
             return jnp.sum(logprob.logprob(x, w, targets, inv_temp, regions=("a", "b"), impl="hopper") * cotangent)
@@ -144,7 +144,7 @@ def rows() -> list[dict]:
     for d, us in by_head.items():
         heads = f"head_dim {d}, {HEADS[d][0]} query and {HEADS[d][1]} KV heads"
         for block, split in ATTENTION:
-            for name, (_, _, what) in ATTENTION_WORK.items():
+            for name, (*_, what) in ATTENTION_WORK.items():
                 keys = f"{block}-{split}-{name}", f"{BLOCK}-{SPLIT}-{name}"
                 work = f"attention, KV block {block}, split {split}, {heads}: {what}"
                 add(f"attention-{d}-{keys[0]}", work, us, *keys, f"block {BLOCK}, split {SPLIT}")

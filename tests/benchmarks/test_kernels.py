@@ -109,7 +109,7 @@ def test_every_other_value_of_a_constant_stands_beside_the_chosen_one(tmp_path, 
 
     monkeypatch.setattr(constants.separate, "call", lambda *_: Figures())
     rows = constants.rows()
-    assert len(rows) == len({row["id"] for row in rows}) == 3 * 3 * 3 + 2 * 2 + 2
+    assert len(rows) == len({row["id"] for row in rows}) == 3 * 3 * 4 + 2 * 2 + 2
     assert kernels.main(["--record", measured(tmp_path, *({"command": "c"} | row for row in rows))]) == 0
     found = report.load(results)
     assert {(r.area, r.ratio, r.target) for r in found} == {("constants", 1.25, None)}
