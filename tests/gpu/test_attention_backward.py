@@ -92,7 +92,7 @@ def test_through_the_op(d, H, K):
 
 
 def test_error_is_no_larger_than_cudnns():
-    """Of one sequence, to a tenth: both sides round dS to bf16, where the error comes from."""
+    """Of one sequence. Both sides round P and dS to bf16, where the error comes from."""
     work = Work(((1024, 0),), 8, 2, 128, 128, padding=0, scale=2.0)
     q, k_pages, v_pages, *_, table = work.inputs
     pages = np.asarray(table[0, :8])
@@ -106,7 +106,7 @@ def test_error_is_no_larger_than_cudnns():
         ("dq", "dk", "dv"), (lambda x: x, paged, paged), ours, cudnn, work.want, strict=True
     ):
         mine, its = errors(f"{name}, 1024 tokens", wide(cut(mine)), wide(its[0]), cut(want))
-        assert mine <= 1.1 * its, name
+        assert mine <= its, name
 
 
 def test_native_baseline_trains_through_cudnn():
