@@ -38,6 +38,15 @@ PINNED = {
 }
 """XLA flags of iso numerics."""
 
+FASTER = {
+    # XLA runs a kernel a second time to write its result into a loop's stack, where the result has another reader too: in a
+    # training step every kernel whose result the backward keeps.
+    "xla_gpu_enable_dynamic_slice_fusion": "false",
+    # A loop's stacks are written whole; XLA fills them with zeros before.
+    "xla_gpu_enable_dus_accumulator_zero_init_elimination": "true",
+}
+"""XLA flags that reach time and no bits: set where the user's do not say otherwise."""
+
 _CHANGED = ("xla_allow_excess_precision", "xla_gpu_deterministic_ops", "xla_gpu_autotune_level")
 """Those of PINNED that are not XLA's defaults: they tell which mode XLA was started in."""
 
@@ -121,7 +130,7 @@ def requested_mode() -> str:
 
 
 def setup() -> None:
-    """Puts PINNED into XLA_FLAGS unless ISOMODEL_NUMERICS=native; runs at import and refuses nothing by itself.
+    """Puts PINNED and FASTER into XLA_FLAGS unless ISOMODEL_NUMERICS=native; runs at import and refuses nothing by itself.
 
     A user's own contradicting flag is left as it is, for `check` to name.
     """
@@ -130,15 +139,15 @@ def setup() -> None:
         _restore(_split()[0])
         return
     theirs, ours = _split()
-    missing = [f"--{name}={value}" for name, value in PINNED.items() if name not in user_flags()]
+    missing = {name: value for name, value in (PINNED | FASTER).items() if name not in user_flags()}
     if ours or not missing:
         return
     if xla_bridge.backends_are_initialized():
-        _late = True
+        _late = any(name in PINNED for name in missing)
         return
     if theirs.strip() and not theirs.strip().startswith("-"):  # a file of flags takes no more words behind its name
         theirs = " ".join(shlex.quote(f"--{name}={value}") for name, value in user_flags().items())
-    _restore(theirs, " " + " ".join(missing))
+    _restore(theirs, "".join(f" --{name}={value}" for name, value in missing.items()))
 
 
 def use(mode: str) -> None:
@@ -287,7 +296,7 @@ def describe() -> dict:
     that are not known to be harmless), jax_config, and cpu or gpu (the machine). Python, flax and the like stay out.
     """
     device = jax.devices()[0]
-    others = {n: v for n, v in user_flags().items() if n not in PINNED and not n.startswith(_HARMLESS)}
+    others = {n: v for n, v in user_flags().items() if n not in PINNED | FASTER and not n.startswith(_HARMLESS)}
     config = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
     facts = {
         "jax": jax.__version__,

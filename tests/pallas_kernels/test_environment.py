@@ -157,11 +157,26 @@ def test_a_users_contradiction_is_refused_and_native_takes_it():
 def test_a_users_other_flags_stay(tmp_path):
     code = "import isomodel, os, json; print(json.dumps(os.environ['XLA_FLAGS'].split()))"
     flags = printed(code, XLA_FLAGS="--xla_cpu_max_isa=AVX2")
-    assert flags == ["--xla_cpu_max_isa=AVX2", *(f"--{n}={v}" for n, v in environment.PINNED.items())]
+    ours = environment.PINNED | environment.FASTER
+    assert flags == ["--xla_cpu_max_isa=AVX2", *(f"--{n}={v}" for n, v in ours.items())]
     file = tmp_path / "flags"
     file.write_text("--xla_cpu_max_isa=AVX2\n")
     assert printed(code, XLA_FLAGS=str(file)) == flags
     assert printed(f"import isomodel; {IN_FORCE}", XLA_FLAGS=str(file)) == environment.PINNED
+
+
+def test_a_user_may_set_what_reaches_time_alone():
+    (name, value), *_ = environment.FASTER.items()
+    other = f"--{name}={'true' if value == 'false' else 'false'}"
+    code = """
+        import isomodel, os, json
+        from pallas_kernels import environment
+        environment.use("iso")
+        print(json.dumps([os.environ["XLA_FLAGS"], environment.describe()["xla_flags"]]))
+    """
+    flags, described = printed(code, XLA_FLAGS=other)
+    assert other in flags.split() and f"--{name}={value}" not in flags.split()
+    assert described == environment.PINNED
 
 
 def test_native_chosen_after_import_runs_under_xlas_defaults():
