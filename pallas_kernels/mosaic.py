@@ -16,6 +16,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
@@ -65,6 +66,27 @@ def kernel(body, **options):
     if interpreting():
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
     return plgpu.kernel(body, **options)
+
+
+_announce = mosaic_utils.BarrierRef.arrive_expect_tx
+
+
+def _announce_relaxed(self, tx_count: int, predicate=None) -> None:
+    """Announces a store to another program's shared memory at that program's barrier, without releasing all that this thread
+    has written before, as Mosaic does: it waits for the whole GPU, and the bytes of the store itself are all that is waited
+    for at the barrier."""
+    if self.base_address.type != ir.Type.parse("!llvm.ptr<7>") or predicate is not None:  # its own program's barrier
+        return _announce(self, tx_count, predicate)
+    llvm.inline_asm(
+        ir.Type.parse("!llvm.void"),
+        [self.get_ptr(), mosaic_utils.c(tx_count, ir.IntegerType.get_signless(32))],
+        "mbarrier.arrive.expect_tx.relaxed.cluster.shared::cluster.b64 _, [$0], $1;",
+        "l,r",
+        has_side_effects=True,
+    )
+
+
+mosaic_utils.BarrierRef.arrive_expect_tx = _announce_relaxed
 
 
 def _instruction(ptx: str, operands: tuple, layout, fallback):

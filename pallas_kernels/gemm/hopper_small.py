@@ -27,6 +27,10 @@ AXES = ("program", "part", "leaf", "block", "wg")
 LOADER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160, 4: 112}
 """Registers of a thread by number of consumer warpgroups: 64 Ki a program, shared with the loader's warpgroup."""
+WRITTEN_OUT = 32
+"""Tokens times leaves of a program up to which its tree is written out; a longer one in registers is a loop, or they spill."""
+TREE_REGISTERS = {1: 192, 2: 192, 3: 96, 4: 64}
+"""Of a thread for sums of leaves, by number of consumer warpgroups; where a tree needs more, sums wait in shared memory."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,10 +65,21 @@ class Schedule:
         """Tokens whose sums a program finishes: all of its own, or a share where programs split the leaves."""
         return self.tokens // min(self.split, self.tokens // 8)
 
+    @property
+    def swaps(self) -> bool:
+        """Whether two programs send each other one half of their sums and keep the other; more of them send all to all."""
+        return self.split == 2 and self.owned < self.tokens
+
+    @property
+    def received(self) -> int:
+        """Sums that a program which shares out leaves receives."""
+        return 1 if self.swaps else self.split
+
     def waiting(self, leaves: int) -> int:
-        """Levels of a program's tree whose sums wait in shared memory; the leaf before the last waits in registers."""
-        chains = leaves // self.split
-        return max(chains.bit_length() - 2, 0) if self.tokens * chains >= 512 else 0
+        """Levels of a program's tree whose sums wait in shared memory, if they do; the leaf before the last waits in
+        registers."""
+        levels = (leaves // self.split).bit_length()
+        return 0 if levels * self.tokens // 2 <= TREE_REGISTERS[self.warpgroups] else max(levels - 2, 0)
 
 
 _STAGES = {8: 10, 16: 9, 32: 8, 64: 6}
@@ -73,6 +88,7 @@ _STAGES = {8: 10, 16: 9, 32: 8, 64: 6}
 TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
     **{
         ("chain", tokens): (
+            *(((99, Schedule(48, tokens, 128, 12)),) if tokens == 8 else ()),
             (132, Schedule(64, tokens, 128, stages)),
             (264, Schedule(128, tokens, 64, 8)),
             (396, Schedule(192, tokens, 64, 6)),
@@ -99,13 +115,14 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
     ("tree", 128): (
         (12, Schedule(64, 128, 64, 6, split=8)),
         (28, Schedule(64, 128, 64, 6, split=4)),
-        (66, Schedule(64, 128, 64, 6, split=2)),
+        (66, Schedule(64, 128, 64, 8, split=2)),
         (132, Schedule(64, 128, 64, 5)),
         (0, Schedule(64, 128, 64, 5, programs=132)),
     ),
     ("tree", 256): (
         (14, Schedule(64, 128, 64, 6, split=4)),
-        (33, Schedule(64, 128, 64, 6, split=2)),
+        (33, Schedule(64, 128, 64, 8, split=2)),
+        (66, Schedule(128, 128, 64, 5, split=2)),
         (0, Schedule(64, 128, 64, 5, join=2, programs=66)),
     ),
 }
@@ -157,7 +174,7 @@ def smem_bytes(s: Schedule, leaves: int, out_dtype, stages: int) -> int:
     """Shared memory of a program: loads in flight, staged output, sums that wait, sums from other programs, barriers."""
     rows = s.warpgroups * WGMMA_ROWS
     ring = stages * ((rows + s.tokens) * s.k_tile * 2 + 16)
-    sums = s.waiting(leaves) * s.tokens + (s.split * s.owned if s.split > 1 else 0)
+    sums = s.waiting(leaves) * s.tokens + (s.received * s.owned if s.split > 1 else 0)
     return ring + rows * (s.owned * jnp.dtype(out_dtype).itemsize + 4 * sums) + 1024
 
 
@@ -184,8 +201,8 @@ def _scratch(s: Schedule, leaves: int, columns: int, out_dtype) -> dict:
         scratch["waiting_s"] = plgpu.SMEM(shape, jnp.float32, transforms=_tiles(min(s.tokens, 32), 4))
     if s.split > 1:
         tiles = _tiles(min(s.owned, 32), 4)
-        scratch["parts_s"] = plgpu.SMEM((s.warpgroups, s.split, WGMMA_ROWS, s.owned), jnp.float32, transforms=tiles)
-        scratch["arrived"] = plgpu.Barrier(num_arrivals=s.split, num_barriers=s.warpgroups)
+        scratch["parts_s"] = plgpu.SMEM((s.warpgroups, s.received, WGMMA_ROWS, s.owned), jnp.float32, transforms=tiles)
+        scratch["arrived"] = plgpu.Barrier(num_arrivals=s.received, num_barriers=s.warpgroups)
     return scratch
 
 
@@ -334,6 +351,17 @@ def small_gemm(
 
                 return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, s.tokens), jnp.float32))
 
+            def subtree(first, n):
+                """The sum of n leaves. Loops, for which the compiler finds registers; adding to -0 is exact."""
+                if n == 1:
+                    return chain(first)
+                if n == 2:
+                    left_NT = chain(first)
+                    return left_NT + chain(first + per_chain)
+                nothing_NT = plgpu.layout_cast(jnp.full((WGMMA_ROWS, s.tokens), -0.0, jnp.float32), plgpu.Layout.WGMMA)
+                half = lambda i, sum_NT: sum_NT + subtree(first + i * (n // 2) * per_chain, n // 2)  # noqa: E731
+                return lax.fori_loop(0, 2, half, nothing_NT)
+
             def store(y_NT, first, at_token):
                 """Rounds, turns and writes one warpgroup's result, [64, tokens], to columns first.. of y."""
                 if columns > N:
@@ -365,11 +393,35 @@ def small_gemm(
                         return part
                     return plgpu.layout_cast(waiting_s[level - 1, wg], plgpu.Layout.WGMMA)
 
+                def swap(y_NT, first):
+                    halves = y_NT[:, :owned], y_NT[:, owned:]
+                    for me in range(2):
+
+                        @pl.when(leaf == me)
+                        def _(me=me):
+                            plgpu.async_store_smem(
+                                halves[1 - me],
+                                parts_s.at[wg, 0],
+                                arrived.at[wg],
+                                cluster_idx=jnp.int32(1 - me),
+                                cluster_dim="leaf",
+                            )
+                            plgpu.barrier_wait(arrived.at[wg])
+                            received_NT = plgpu.layout_cast(parts_s[wg, 0], plgpu.Layout.WGMMA)
+                            low_NT, high_NT = (received_NT, halves[1]) if me else (halves[0], received_NT)
+                            store(low_NT + high_NT, first, first_token + me * owned)
+
                 def walk(t, carry):
-                    y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
+                    if s.tokens * chains <= WRITTEN_OUT or waits_in_smem:
+                        y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
+                    else:
+                        y_NT = subtree(t * steps, chains)
                     first = tile(t) + wg * WGMMA_ROWS
                     if s.split == 1:
                         store(y_NT, first, first_token)
+                        return carry
+                    if s.swaps:
+                        swap(y_NT, first)
                         return carry
                     for owner in range(owners):
                         plgpu.async_store_smem(

@@ -52,13 +52,20 @@ ROWS = (256, 512, 2048, 8192)
 COLUMNS = (1024, 4096, 8192, 16384)
 """Upper ends of the tables' buckets; what is larger falls into the last."""
 
+ONE_WAVE: tuple[tuple[range, Schedule], ...] = (
+    (range(4225, 6337), Schedule(tile_m=128, tile_n=96, steps=6, cluster=(2, 1))),
+    (range(16897, 25345), Schedule(tile_m=256, tile_n=192, steps=3, cluster=(1, 2))),
+)
+"""Columns of a chain whose tiles, at 129 to 256 rows, are one full wave of 132 programs with a schedule, and the schedule; comes
+before the other tables."""
+
 FEW = {
     ("chain", 1024): 256,
     ("chain", 4096): 256,
     ("chain", 8192): 256,
     ("chain", 16384): 128,
     ("tree", 1024): 256,
-    ("tree", 4096): 128,
+    ("tree", 4096): 256,
     ("tree", 8192): 128,
     ("tree", 16384): 128,
 }
@@ -100,6 +107,12 @@ TABLE: dict[tuple[str, int, int], Schedule] = {
 }
 
 
+def every(order: str) -> list[Schedule]:
+    """All schedules of the large kernel for "chain" or "tree"."""
+    found = {s for (of, *_), s in TABLE.items() if of == order} | ({s for _, s in ONE_WAVE} if order == "chain" else set())
+    return sorted(found, key=repr)
+
+
 def _bucket(size: int, ends: tuple[int, ...]) -> int:
     return next((end for end in ends if size <= end), ends[-1])
 
@@ -108,12 +121,16 @@ def _order(leaves: int) -> str:
     return "chain" if leaves == 1 else "tree"
 
 
+def _one_wave(T: int, N: int, leaves: int) -> Schedule | None:
+    return next((s for columns, s in ONE_WAVE if leaves == 1 and 128 < T <= 256 and N in columns), None)
+
+
 def is_few(T: int, N: int, leaves: int) -> bool:
     """Whether the kernel for few tokens serves x [T, K] w [N, K]^T in `leaves` leaves."""
-    return T <= FEW[_order(leaves), _bucket(N, COLUMNS)]
+    return T <= FEW[_order(leaves), _bucket(N, COLUMNS)] and not _one_wave(T, N, leaves)
 
 
 def large(T: int, N: int, K: int, leaves: int) -> Schedule:
     """The large kernel's schedule for x [T, K] w [N, K]^T in `leaves` leaves."""
     del K
-    return TABLE[_order(leaves), _bucket(T, ROWS), _bucket(N, COLUMNS)]
+    return _one_wave(T, N, leaves) or TABLE[_order(leaves), _bucket(T, ROWS), _bucket(N, COLUMNS)]

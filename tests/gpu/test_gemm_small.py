@@ -22,11 +22,13 @@ TABLED = list(
         (order, dataclasses.replace(schedule, programs=5 if schedule.split == 1 else 0))
         for (order, tokens), entries in hopper_small.TABLE.items()
         for _, schedule in entries
-        if tokens in (16, 128, 256) and schedule.tokens != 64
+        if (tokens in (16, 128, 256) and schedule.tokens != 64)
+        or schedule.rows == 48
+        or (order == "tree" and tokens == 64 and schedule.split < 4)
     )
 )
-"""Each entry for 16, 128 and 256 tokens, with programs that walk over tiles of a small weight. Those for 8, 32 and 64 tokens
-differ from them in the instruction's width alone."""
+"""Each entry for 16, 128 and 256 tokens, with programs that walk over tiles of a small weight, and those for 8, 32 and 64 tokens
+that differ from them in more than the instruction's width."""
 
 
 @functools.cache

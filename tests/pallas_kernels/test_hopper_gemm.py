@@ -99,7 +99,7 @@ def test_control_the_race_detector_sees_a_race(monkeypatch, few_programs):
 
 @pytest.mark.parametrize("order, leaves", [("chain", 1), ("tree", 8), ("tree", 2)])
 def test_every_entry_of_the_table_lowers(order, leaves):
-    for schedule in {s for (of, *_), s in schedules.TABLE.items() if of == order}:
+    for schedule in schedules.every(order):
         # A plain matrix of whole tiles in bf16, and a layer of a stack, ragged, in fp32.
         for T, N, stack, out_dtype in ((1024, 1024, (), jnp.bfloat16), (304, 1000, (2,), jnp.float32)):
             epilogue = hopper_large.store(T, N, leaves, out_dtype, schedule)

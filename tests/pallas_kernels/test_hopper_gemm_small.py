@@ -38,7 +38,8 @@ CASES = {
     "ragged tokens and rows, programs that walk, a tree": (9, 136, 512, 4, Schedule(tokens=16, stages=3, programs=2)),
     "fewer rows than an instruction's": (16, 96, 256, 2, Schedule(rows=48, tokens=16, stages=2)),
     "two blocks of tokens, apart": (20, 64, 256, 2, Schedule(tokens=16, k_tile=128, stages=2)),
-    "sums that wait in shared memory": (128, 64, 256, 4, Schedule(tokens=128, stages=2)),
+    "sums that wait in shared memory": (128, 64, 512, 8, Schedule(tokens=128, stages=2)),
+    "sums that wait in registers, by loops": (64, 64, 512, 8, Schedule(stages=2)),
 }
 CROWDED = {
     "two warpgroups": (9, 200, 128, 2, Schedule(rows=128, tokens=16, stages=2, programs=1)),
@@ -139,6 +140,12 @@ def test_the_table_fits():
 def test_the_next_kernel_may_start_early():
     """Its programs set up while this one's end: the launch carries the attribute that the kernel's wait asks for."""
     assert "uses_pdl" in lowered(8, 64, 64, 1, jnp.float32)
+
+
+def test_programs_send_sums_without_waiting_for_the_whole_gpu():
+    """mosaic.py replaces Mosaic's own instruction."""
+    text = lowered(64, 64, 512, 8, jnp.float32, Schedule(split=2))
+    assert "mbarrier.arrive.expect_tx.relaxed.cluster" in text
 
 
 @pytest.mark.parametrize(
