@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+import jax.numpy as jnp
 
 
 @jax.tree_util.register_dataclass
@@ -38,6 +39,10 @@ class Weight:
         if self.layer is None:
             return self.value
         return jax.lax.dynamic_index_in_dim(self.value, self.layer, keepdims=False)
+
+    def index(self) -> tuple[jax.Array, ...]:
+        """Operands of a kernel that reads `value` in place: the layer, int32 [1], or nothing."""
+        return () if self.layer is None else (jnp.asarray(self.layer, jnp.int32).reshape(1),)
 
     def trainable(self) -> jax.Array:
         """One layer's array in the compute dtype for plain autodiff: the master, rounded, where there is one."""

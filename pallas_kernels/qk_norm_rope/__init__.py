@@ -103,28 +103,32 @@ def qk_norm_rope(
     norms = tuple(as_weight(w) for w in (q_norm_d, k_norm_d)) if has_norm else ()
     if impl == "native":
         return module.qk_norm_rope(qkv_TKgd, rotations_T2h, tuple(w.trainable() for w in norms), eps)
-    values, masters = tuple(w.slice() for w in norms), tuple(w.master for w in norms)
-    return _iso(impl, eps, qkv_TKgd, rotations_T2h, values, masters)
+    values, layers, masters = (tuple(getattr(w, name) for w in norms) for name in ("value", "layer", "master"))
+    return _iso(impl, eps, qkv_TKgd, rotations_T2h, values, layers, masters)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _iso(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters):
+def _iso(impl, eps, qkv_TKgd, cos_sin_T2h, values, layers, masters):
     del masters
+    norms = tuple(map(Weight, values, layers))
     return registry.implementation("qk_norm_rope", impl).qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps)
 
 
-def _iso_fwd(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters):
-    out = _iso(impl, eps, qkv_TKgd, cos_sin_T2h, norms, masters)
-    return out, (qkv_TKgd, cos_sin_T2h, norms, tuple(m is not None for m in masters))
+def _iso_fwd(impl, eps, qkv_TKgd, cos_sin_T2h, values, layers, masters):
+    out = _iso(impl, eps, qkv_TKgd, cos_sin_T2h, values, layers, masters)
+    return out, (qkv_TKgd, cos_sin_T2h, values, layers, tuple(m is not None for m in masters))
 
 
 def _iso_bwd(impl, eps, saved, grads):
-    qkv_TKgd, cos_sin_T2h, norms, to_master = saved
+    qkv_TKgd, cos_sin_T2h, values, layers, to_master = saved
+    if any(layer is not None and not m for layer, m in zip(layers, to_master, strict=True)):
+        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
+    norms = tuple(w.slice() for w in map(Weight, values, layers))
     module = registry.implementation("qk_norm_rope", impl)
     dqkv_TKgd, dnorms = module.backward(qkv_TKgd, cos_sin_T2h, norms, grads, eps)
     values = tuple(None if m else g.astype(w.dtype) for g, w, m in zip(dnorms, norms, to_master, strict=True))
     masters = tuple(g if m else None for g, m in zip(dnorms, to_master, strict=True))
-    return dqkv_TKgd, None, values, masters
+    return dqkv_TKgd, None, values, (None,) * len(norms), masters
 
 
 _iso.defvjp(_iso_fwd, _iso_bwd)

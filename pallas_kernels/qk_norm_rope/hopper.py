@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import mosaic, row_stream
 from pallas_kernels.qk_norm_rope import hopper_backward
 from pallas_kernels.qk_norm_rope.hopper_layout import row_layout, tile_rows
+from pallas_kernels.weight import Weight
 
 VERSION = 1
 
@@ -47,7 +48,7 @@ def schedule(shape: tuple[int, int, int]) -> tuple[int, int]:
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plan"))
-def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
+def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], *, eps: float, plan):
     T, K, g2, d = qkv_TKgd.shape
     h, groups, dtype = d // 2, g2 - 2, qkv_TKgd.dtype
     rows = tile_rows(h)
@@ -55,13 +56,17 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
     stages, programs = plan
     tiles = -(-T // rows) * K
     halves = (pl.ds(0, h), pl.ds(h, h))
+    stacks = [(w.value, *w.index()) for w in norms]
 
     def body(*refs):
-        in_g, cos_sin_g, *refs = refs
-        norms_g, (q_g, k_g, v_g) = refs[: len(norms)], refs[len(norms) :]
+        in_g, cos_sin_g, *refs, q_g, k_g, v_g = refs
+        stacks_g = jax.tree.unflatten(jax.tree.structure(stacks), refs)
         read = lambda ref, layout=layout: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
         spread = lambda x, axis: row_stream.spread(x, (rows, h), (axis,), layout)  # noqa: E731
-        weights = [[spread(read(w.at[half], layout.reduce(0)), 1) for half in halves] for w in norms_g]
+        weights = [
+            [spread(read(w.at[(*(ref[0] for ref in layer), half)], layout.reduce(0)), 1) for half in halves]
+            for w, *layer in stacks_g
+        ]
 
         def scoped(q_s, k_s, v_s, cos_sin_s, loaded):
             def corner(tile):
@@ -118,11 +123,13 @@ def _call(qkv_TKgd, cos_sin_T2h, norms, *, eps: float, plan):
 
     out_type = [jax.ShapeDtypeStruct(s, dtype) for s in ((T, K, groups, d), (T, K, d), (T, K, d))]
     run = row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=out_type)
-    q_TKgd, k_TKd, v_TKd = run(qkv_TKgd, cos_sin_T2h, *norms)
+    q_TKgd, k_TKd, v_TKd = run(qkv_TKgd, cos_sin_T2h, *jax.tree.leaves(stacks))
     return q_TKgd.reshape(T, K * groups, d), k_TKd, v_TKd
 
 
-def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def qk_norm_rope(
+    qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q [T, H, d], k [T, K, d], v [T, K, d])."""
     return _call(qkv_TKgd, cos_sin_T2h, norms, eps=eps, plan=schedule(qkv_TKgd.shape[1:]))
 

@@ -8,6 +8,7 @@ from jax import lax
 
 from pallas_kernels.rms_norm.reference import LANES, normalise
 from pallas_kernels.tiles import ROWS, map_rows
+from pallas_kernels.weight import Weight
 
 VERSION = 1
 
@@ -32,10 +33,13 @@ def entry(shape: tuple[int, int, int], eps: float, theta: float, table_hash: str
     }
 
 
-def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float) -> tuple[jax.Array, jax.Array, jax.Array]:
+def qk_norm_rope(
+    qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], eps: float
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(q [T, H, d], k [T, K, d], v [T, K, d])."""
     T, K, g2, d = qkv_TKgd.shape
     dtype = qkv_TKgd.dtype
+    norms = tuple(w.slice() for w in norms)
     rounded = lambda x: x.astype(dtype).astype(jnp.float32)  # noqa: E731
 
     def norm(x_MKgd, w_d):

@@ -52,24 +52,26 @@ def _norm(x_TD, residual_TD, w_D, eps, region, impl):
     registry.record(region, module.entry(x_TD.shape[1], eps, x_TD.dtype, residual_TD is not None))
     if impl == "native":
         return module.rms_norm(x_TD, residual_TD, w.trainable(), eps)
-    return _iso(impl, eps, x_TD, residual_TD, w.slice(), w.master)
+    return _iso(impl, eps, x_TD, residual_TD, w.value, w.layer, w.master)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _iso(impl, eps, x_TD, residual_TD, w_D, master_D):
+def _iso(impl, eps, x_TD, residual_TD, value, layer, master_D):
     del master_D
-    return registry.implementation("rms_norm", impl).rms_norm(x_TD, residual_TD, w_D, eps)
+    return registry.implementation("rms_norm", impl).rms_norm(x_TD, residual_TD, Weight(value, layer), eps)
 
 
-def _iso_fwd(impl, eps, x_TD, residual_TD, w_D, master_D):
-    y_TD, h_TD = _iso(impl, eps, x_TD, residual_TD, w_D, master_D)
-    return (y_TD, h_TD), (h_TD, w_D, residual_TD is not None, master_D is not None)
+def _iso_fwd(impl, eps, x_TD, residual_TD, value, layer, master_D):
+    y_TD, h_TD = _iso(impl, eps, x_TD, residual_TD, value, layer, master_D)
+    return (y_TD, h_TD), (h_TD, value, layer, residual_TD is not None, master_D is not None)
 
 
 def _iso_bwd(impl, eps, saved, grads):
-    h_TD, w_D, has_residual, to_master = saved
-    dx_TD, dw_D = registry.implementation("rms_norm", impl).backward(h_TD, w_D, *grads, eps)
-    dw = (None, dw_D) if to_master else (dw_D.astype(w_D.dtype), None)
+    h_TD, value, layer, has_residual, to_master = saved
+    if layer is not None and not to_master:
+        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
+    dx_TD, dw_D = registry.implementation("rms_norm", impl).backward(h_TD, Weight(value, layer).slice(), *grads, eps)
+    dw = (None, None, dw_D) if to_master else (dw_D.astype(value.dtype), None, None)
     return (dx_TD, dx_TD if has_residual else None, *dw)
 
 

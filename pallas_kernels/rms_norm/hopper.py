@@ -12,6 +12,7 @@ from jax import lax
 from pallas_kernels import mosaic, row_stream
 from pallas_kernels.rms_norm import hopper_backward
 from pallas_kernels.rms_norm.hopper_layout import WARP_COLUMNS, row_layout, unit
+from pallas_kernels.weight import Weight
 
 VERSION = 1
 
@@ -51,7 +52,7 @@ def schedule(T: int, D: int, has_residual: bool) -> tuple[int, int, int]:
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plan"))
-def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
+def _call(x_TD, residual_TD, w: Weight, *, eps: float, plan):
     T, D = x_TD.shape
     rows, stages, programs = plan
     u = unit(D)
@@ -66,11 +67,13 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
     n = len(operands)
 
     def body(*refs):
-        in_g, w_g, out_g = refs[:n], refs[n], refs[n + 1 :]
+        in_g, w_g, layer_g, out_g = refs[:n], refs[n], refs[n + 1 : len(refs) - n], refs[len(refs) - n :]
         whole = pl.ds(lax.axis_index(row_stream.AXIS) * 0, pieces * per_piece)  # past D the copy engine fills in zeros
 
         def scoped(ring, w_s, loaded, w_loaded):
-            plgpu.copy_gmem_to_smem(w_g.at[whole], w_s, w_loaded)
+            def weights():
+                plgpu.copy_gmem_to_smem(w_g.at[(*(ref[0] for ref in layer_g), whole)], w_s, w_loaded)
+                plgpu.barrier_wait(w_loaded)
 
             def load(tile, slot):
                 for g, s in zip(in_g, ring, strict=True):
@@ -103,7 +106,7 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
                 for g, s in zip(out_g, ring, strict=True):
                     plgpu.copy_smem_to_gmem(s.at[slot], g.at[pl.ds(tile * rows, rows), whole], commit_group=False)
 
-            row_stream.stream(tiles, stages, loaded, load, work, store, ready=lambda: plgpu.barrier_wait(w_loaded))
+            row_stream.stream(tiles, stages, loaded, load, work, store, ready=weights)
 
         pl.run_scoped(
             scoped,
@@ -114,15 +117,15 @@ def _call(x_TD, residual_TD, w_D, *, eps: float, plan):
         )
 
     out = row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=[shape] * n)(
-        *operands, cut(w_D)
+        *operands, cut(w.value), *w.index()
     )
     return out[0].reshape(T, D), out[1].reshape(T, D) if has_residual else x_TD
 
 
-def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
+def rms_norm(x_TD, residual_TD, w: Weight, eps: float) -> tuple[jax.Array, jax.Array]:
     """(normalised rows, h): h is x, or x + residual."""
     T, D = x_TD.shape
-    return _call(x_TD, residual_TD, w_D, eps=eps, plan=schedule(T, D, residual_TD is not None))
+    return _call(x_TD, residual_TD, w, eps=eps, plan=schedule(T, D, residual_TD is not None))
 
 
 backward = hopper_backward.backward

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels.tiles import ROWS, halving_sum, map_rows
+from pallas_kernels.weight import Weight
 
 VERSION = 1
 LANES = 128
@@ -44,9 +45,9 @@ def normalise(x_MD: jax.Array, eps: float) -> jax.Array:
     return x_MD * lax.rsqrt(mean + eps)[..., None]
 
 
-def rms_norm(x_TD, residual_TD, w_D, eps: float) -> tuple[jax.Array, jax.Array]:
+def rms_norm(x_TD, residual_TD, w: Weight, eps: float) -> tuple[jax.Array, jax.Array]:
     """(normalised rows, h): h is x, or x + residual."""
-    dtype = x_TD.dtype
+    dtype, w_D = x_TD.dtype, w.slice()
 
     def tile(x_MD, *residual_MD):
         h_MD = x_MD.astype(jnp.float32)

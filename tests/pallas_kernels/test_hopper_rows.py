@@ -18,6 +18,7 @@ from pallas_kernels.rms_norm import hopper as norm
 from pallas_kernels.rms_norm import reference as rms_norm_reference
 from pallas_kernels.silu_mul import hopper as silu
 from pallas_kernels.silu_mul import reference as silu_reference
+from pallas_kernels.weight import Weight
 from tests.pallas_kernels.base import bits, relative, same, spread
 
 EPS = 1e-6
@@ -103,6 +104,24 @@ def test_against_the_reference_alone_and_among_nan(name):
     assert same([y[::2] for y in dirty], [y[::2] for y in whole])
 
 
+def in_a_stack(w):
+    """The weight as the layer 1 of a stack, beside NaN."""
+    return Weight(jnp.stack([jnp.full_like(w, jnp.nan), w]), jnp.int32(1))
+
+
+@pytest.mark.parametrize("name", ["norm 576 residual", "norm 3072", "rope 2 3 64 1"])
+def test_a_layer_of_a_stack_is_read_in_place(monkeypatch, name):
+    call, rows = case(name, 9)
+    alone = run(call, *rows)
+    monkeypatch.setitem(globals(), "weight", lambda *a, plain=weight: in_a_stack(plain(*a)))
+    assert same(run(call, *rows), alone)
+    call, _ = case(name, 9)
+    text = jax.jit(functools.partial(call, "hopper")).trace(*rows).lower(lowering_platforms=("cuda",)).as_text()
+    assert "dynamic_slice" not in text
+    with pytest.raises(NotImplementedError, match="stack of weights"):
+        jax.grad(lambda x: call("reference", x, *rows[1:])[0].astype(float).sum())(rows[0])
+
+
 @pytest.mark.parametrize(
     "op, plans", [("norm", [(4, 2, 1), (8, 3, 2)]), ("silu", [(4, 2, 1), (8, 3, 2)]), ("rope", [(2, 1), (3, 2)])]
 )
@@ -184,13 +203,14 @@ def test_schedules_lower_for_cuda(monkeypatch, op):
         if op == "norm":
             D, has_residual = s
             key, f = (D, has_residual), functools.partial(norm.rms_norm, eps=EPS)
-            plan, args = norm.schedule(T, D, has_residual), (row(T, D), row(T, D) if has_residual else None, row(D))
+            plan = norm.schedule(T, D, has_residual)
+            args = row(T, D), row(T, D) if has_residual else None, Weight(row(D))
         elif op == "silu":
             key, f, plan, args = (), silu.silu_mul, silu.schedule(T, *s), (row(T, 2 * s[0]),)
         else:
             K, g2, d = s
             key, f, plan = (g2, d), functools.partial(rope.qk_norm_rope, eps=EPS), rope.schedule(tuple(s))
-            args = (row(T, K, g2, d), row(T, 2, d // 2), (row(d), row(d)))
+            args = (row(T, K, g2, d), row(T, 2, d // 2), (Weight(row(d)), Weight(row(d))))
         if (key, plan) in seen:
             continue
         seen.add((key, plan))
