@@ -27,8 +27,9 @@ AXES = ("program", "part", "leaf", "block", "wg")
 LOADER_REGISTERS = 24
 CONSUMER_REGISTERS = {2: 240, 3: 160, 4: 112}
 """Registers of a thread by number of consumer warpgroups: 64 Ki a program, shared with the loader's warpgroup."""
-WRITTEN_OUT = 32
-"""Tokens times leaves of a program up to which its tree is written out; a longer one in registers is a loop, or they spill."""
+WRITTEN_OUT = (32, 4)
+"""Tokens, and leaves of a program, up to which a tree is written out; a larger one in registers is a loop, or they spill. At 32
+tokens a loop took 1.3 us more, at 8, 16 and 64 none."""
 TREE_REGISTERS = {1: 192, 2: 192, 3: 96, 4: 64}
 """Of a thread for sums of leaves, by number of consumer warpgroups; where a tree needs more, sums wait in shared memory."""
 
@@ -412,7 +413,7 @@ def small_gemm(
                             store(low_NT + high_NT, first, first_token + me * owned)
 
                 def walk(t, carry):
-                    if s.tokens * chains <= WRITTEN_OUT or waits_in_smem:
+                    if waits_in_smem or (s.tokens <= WRITTEN_OUT[0] and chains <= WRITTEN_OUT[1]):
                         y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
                     else:
                         y_NT = subtree(t * steps, chains)
