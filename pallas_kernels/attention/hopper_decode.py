@@ -18,6 +18,7 @@ from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, desce
 from pallas_kernels.attention.hopper_walk import (
     LANES,
     PER_SPLIT,
+    ROW,
     Memory,
     Total,
     Turns,
@@ -35,7 +36,7 @@ from pallas_kernels.attention.schedules import FEW, Few
 
 WIDTH = 32
 """Columns of O that one program of the merge takes."""
-AT_ONCE = 4
+AT_ONCE = 8
 """Splits whose parts the merge reads together."""
 
 
@@ -61,10 +62,11 @@ def items(table_N5, splits: int):
 
 
 def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape):
-    """(tiles of the rows, int32 [N, 5]; int32 [1], how many are real; `items` of at most P pages a sequence, and int32 [1])."""
-    table_N5, tile_count = tiles(q_start_S1, kv_len_S, T, shape.tokens)
+    """(`items` of at most P pages a sequence; int32 [1], how many are real; tiles of the merge, int32 [N, 5], and how many)."""
+    table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens)
     items_M7, count = items(table_N5, -(-P * shape.page // SPLIT))
-    return table_N5, tile_count[None], items_M7, count[None]
+    merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H))
+    return items_M7, count[None], merges_N5, merges[None]
 
 
 def attention(
@@ -75,15 +77,17 @@ def attention(
     plan = schedule or FEW[d]
     pairs, slots = plan.pairs, plan.slots
     splits = -(-table_SP.shape[1] * shape.page // SPLIT)
-    table_N5, tile_count, items_M7, count = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape)
+    items_M7, count, *merges = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape)
     M = items_M7.shape[0]
     operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count)
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, items_g, count_g, *out_g, scratch):
         q_memory, ring_s, ready, free, q_ready = scratch
+        mosaic.after_last_kernel()
         wg = lax.axis_index("wg")
         pair = lax.rem(wg, pairs)
-        deal = Deal(lax.axis_index("cta") * pairs + pair, mosaic.SMS * pairs, count_g[0] * shape.K)
+        # Of few items each has a multiprocessor to itself.
+        deal = Deal(pair * mosaic.SMS + lax.axis_index("cta"), mosaic.SMS * pairs, count_g[0] * shape.K)
         trips = deal.count()
         memory = Memory(q_memory[0].at[pair], ring_s.at[pair], ready, free, pair * slots)
 
@@ -178,34 +182,41 @@ def attention(
         thread_name="wg",
         compiler_params=LANES,
     )(*operands)
-    return tuple(results) if splits == 1 else merge_splits(*results, table_N5, tile_count, shape, T)
+    return tuple(results) if splits == 1 else merge_splits(*results, *merges, T)
 
 
-def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
-    """(o [T, H, d], log-sum-exp [T, H]): the splits of each tile merged in order.
+def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, T: int):
+    """(o [T, H, d], log-sum-exp [T, H]): the splits of each row merged in order.
 
     Args:
       o_CRHw: fp32 [d / 32, splits * T, H, 32], O of token t and split s in row s * T + t.
       m_RH, l_RH: fp32 [splits * T, H].
-      table_N5, count: as `work_list` gives them.
-      shape, T: static sizes.
+      table_N5, count: int32 [N, 5] and [1], tiles of up to 64 / H tokens: a tile's rows are (token, query head), of all groups.
+      T: how many tokens there are.
     """
     C, _, H, w = o_CRHw.shape
+    heads = min(H, ROWS)
 
     def body(o_pg, m_pg, l_pg, tiles_g, count_g, o_g, lse_g):
-        n, head, c = lax.axis_index("tile"), lax.axis_index("head"), lax.axis_index("column")
+        mosaic.after_last_kernel()
+        n, block, c = lax.axis_index("tile"), lax.axis_index("heads"), lax.axis_index("column")
 
         @pl.when(n < count_g[0])
         def _merge():
             tile = Tile(*(tiles_g[n, j] for j in range(5)))
-            limit = tile.tokens * shape.G
+            head = block * heads
+            limit = tile.tokens * jnp.minimum(H - head, heads)
             last = lax.div(tile.blocks + (PER_SPLIT - 1), PER_SPLIT)
-            here = (tile.token, head * shape.G, limit, shape.G)
+            here = (tile.token, head, limit, heads)
+            row_M = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
+            position_M = lax.div(row_M, heads) + tile.position
 
             def part(split) -> Total:
-                there = (split * T + tile.token, head * shape.G, jnp.where(split < last, limit, 0), shape.G)
+                there = (split * T + tile.token, head, jnp.where(split < last, limit, 0), heads)
                 o_Mw = hopper_rows.load(o_pg.at[c], (ROWS, w), *there)
-                return Total(hopper_rows.load(m_pg, (ROWS,), *there), hopper_rows.load(l_pg, (ROWS,), *there), o_Mw)
+                m_M, l_M = (hopper_rows.load(ref, (ROWS,), *there) for ref in (m_pg, l_pg))
+                # Rows that see nothing of a split may have been in tiles that did not compute it.
+                return Total(m_M, jnp.where(position_M >= split * SPLIT, l_M, 0), o_Mw)
 
             def some(i, total):
                 for p in [part(i * AT_ONCE + j) for j in range(AT_ONCE)]:
@@ -223,7 +234,7 @@ def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
     return mosaic.kernel(
         body,
         out_type=[jax.ShapeDtypeStruct((T, H, C * w), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), jnp.float32)],
-        grid=(table_N5.shape[0], shape.K, C),
-        grid_names=("tile", "head", "column"),
+        grid=(table_N5.shape[0], -(-H // heads), C),
+        grid_names=("tile", "heads", "column"),
         compiler_params=LANES,
     )(o_CRHw, m_RH, l_RH, table_N5, count)
