@@ -158,7 +158,7 @@ def candidates(T: int, leaves: int) -> list[Schedule]:
     tokens = max(8, 1 << (T - 1).bit_length())
     found = [
         Schedule(rows, width, k_tile, 20, split, join, programs)
-        for rows in (64, 128, 192)
+        for rows in (48, 64, 128, 192)
         for width in {tokens, min(tokens, 128)}
         for k_tile in (64, 128)
         for split in ((1,) if leaves == 1 else (1, 2, 4, 8))
