@@ -71,6 +71,6 @@ def gemm(
         y_PN = hopper_small.small_gemm(x_PK, value, layer, leaves, out_dtype, columns=width, fill=fill)
     else:
         schedule = schedules.large(T, width, K, leaves)
-        epilogue = hopper_large.store(T + extra, N, leaves, out_dtype, schedule, width, fill)
+        epilogue = hopper_large.store(T + extra, N, out_dtype, schedule, width, fill)
         (y_PN,) = hopper_large.matmul(x_PK, value, layer, leaves, width, epilogue, schedule)
     return y_PN[:T] if extra else y_PN

@@ -6,7 +6,9 @@ bands, so that programs at work at one time read the same operands from the L2 c
 programs share once (TMA multicast).
 
 Bits: an element is a chain of wgmma over K from zero in fp32 (or `leaves` such chains and a balanced tree of fp32 adds), in
-any schedule. Rows and columns past the edge are loaded as zeros and never stored.
+any schedule. Rows and columns past the edge are loaded as zeros and never stored. A sum of leaves that waits for the leaves
+it is added to waits in registers (of 8 leaves three and the products under way: tiles are narrow for it), or the half of the
+tree waits in shared memory (`Schedule.in_shared`).
 
 What becomes of a tile is an `Epilogue`: its `run(acc_mn, tile, inputs, outputs, scratch)` is traced once and called by
 each consumer with its own piece of the tile:
@@ -15,8 +17,8 @@ each consumer with its own piece of the tile:
   tile: `Tile(row, col, wg)`: int32 scalars, row and column of acc_mn[0, 0] in [T, N], and the consumer's index.
   inputs, outputs: refs in GMEM of `Epilogue.inputs` and `Epilogue.outputs`, whole.
   scratch: refs in SMEM of `Epilogue.scratch`, whole; shared by the program's consumers: give them a leading axis of
-    `schedule.consumers` and index it by `tile.wg`. With 4 leaves or more it is the memory of a partial, too, so that a
-    consumer's share must be the bytes of its share of the partial, and it holds nothing from one tile to the next.
+    `schedule.consumers` and index it by `tile.wg`. With `Schedule.in_shared` it is the memory of half a tree, too, so that a
+    consumer's share must be the bytes of its share of that, and it holds nothing from one tile to the next.
 
 The ring goes on while an epilogue runs, and consumers run it at different times: it must not synchronise them. A store from
 SMEM may still be under way when it returns (wait for it at the next call before reusing the buffer); the kernel waits for
@@ -41,10 +43,12 @@ from pallas_kernels.gemm.schedules import Schedule
 
 STEP = 64
 """K of one step of the ring: 128 bytes of bf16, one swizzled row."""
-LOADER_REGISTERS, CONSUMER_REGISTERS = 40, 232
+LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Of a thread; for the three warpgroups together no more than 512, or they would wait for each other for ever."""
 TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 """As mosaic.TILED, for 4-byte values: rows are multiples of 32 long."""
+SHARED = 227 * 1024 - 1024
+"""Bytes of shared memory that a program's ring and staging buffer may fill; barriers have the rest."""
 
 
 class Tile(NamedTuple):
@@ -70,13 +74,7 @@ class Epilogue:
     barriers: bool = True
 
 
-def waiting_levels(leaves: int, schedule: Schedule) -> tuple[int, int]:
-    """Levels of the tree, above the lowest, whose partials wait in shared memory, and levels above those, in global memory."""
-    above = max(leaves.bit_length() - 2, 0)
-    return min(above, schedule.in_shared), max(above - schedule.in_shared, 0)
-
-
-def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: int | None = None, fill: float = 0.0) -> Epilogue:
+def store(T: int, N: int, out_dtype, schedule: Schedule, filled_N: int | None = None, fill: float = 0.0) -> Epilogue:
     """The plain epilogue: rounds once to `out_dtype` and stores [T, filled_N]; columns N.. are `fill`."""
     wg_m, wg_n = schedule.warpgroup_tile
     width = filled_N or N
@@ -85,26 +83,28 @@ def store(T: int, N: int, leaves: int, out_dtype, schedule: Schedule, filled_N: 
     # TMA stores whole tiles of the layout in shared memory: a ragged width needs the narrowest.
     wide = (plgpu.TilingTransform((8, columns)), plgpu.SwizzleTransform(columns * itemsize))
     tiling = (plgpu.TilingTransform((8, 8)),) if width % columns else wide
-    chunks = wg_m // 64 * (wg_n // columns)
-    slots = min(2, chunks)
-    # Where the scratch is a partial's memory too, each consumer's share of both is the same bytes.
-    allocated = 4 * wg_m * wg_n // (64 * columns * itemsize) if waiting_levels(leaves, schedule)[0] else slots
+    pieces = [(i, j) for i in range(0, wg_m, 64) for j in range(0, wg_n, columns)]
+    left = (SHARED - schedule.steps * (schedule.tile_m + schedule.tile_n) * STEP * 2) // schedule.consumers
+    slots = min(left // (64 * columns * itemsize), len(pieces))
+    together = slots if slots == len(pieces) else max(slots // 2, 1)
+    # Where the scratch is the memory of half a tree, too, each consumer's share of both is the same bytes.
+    allocated = 4 * wg_m * wg_n // (64 * columns * itemsize) if schedule.in_shared else slots
 
     def run(acc_mn, tile, inputs, outputs, scratch):
         del inputs
         (y_TN,), (staged,) = outputs, scratch
-        for i in range(wg_m // 64):
-            for j in range(wg_n // columns):
-                row, col = tile.row + i * 64, tile.col + j * columns
-                y_mn = acc_mn[i * 64 : (i + 1) * 64, j * columns : (j + 1) * columns]
+        for first in range(0, len(pieces), together):
+            group = [(staged.at[tile.wg, n % slots], *pieces[n]) for n in range(first, min(first + together, len(pieces)))]
+            plgpu.wait_smem_to_gmem(slots - together if first else 0, wait_read_only=True)
+            for slot, i, j in group:
+                y_mn = acc_mn[i : i + 64, j : j + columns]
                 if width > N:
-                    n_mn = plgpu.broadcasted_iota(jnp.int32, y_mn.shape, 1, layout=plgpu.Layout.WGMMA) + col
+                    n_mn = plgpu.broadcasted_iota(jnp.int32, y_mn.shape, 1, layout=plgpu.Layout.WGMMA) + (tile.col + j)
                     y_mn = jnp.where(n_mn < N, y_mn, fill)
-                slot = (i * (wg_n // columns) + j) % slots
-                plgpu.wait_smem_to_gmem(slots - 1, wait_read_only=True)
-                staged[tile.wg, slot] = y_mn.astype(out_dtype)
-                plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(staged.at[tile.wg, slot], y_TN.at[pl.ds(row, 64), pl.ds(col, columns)])
+                slot[...] = y_mn.astype(out_dtype)
+            plgpu.commit_smem()
+            for slot, i, j in group:
+                plgpu.copy_smem_to_gmem(slot, y_TN.at[pl.ds(tile.row + i, 64), pl.ds(tile.col + j, columns)])
 
     return Epilogue(
         run,
@@ -139,22 +139,15 @@ def matmul(
     across = (-(-T // (s.tile_m * s.cluster[0])), -(-columns // (s.tile_n * s.cluster[1])))
     clustered = math.prod(s.cluster) > 1
     programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
-    near, far = waiting_levels(leaves, s)
-
+    halved = s.in_shared and leaves > 4
     def body(x_g, w_g, *refs):
         layer_g, refs = (refs[0], refs[1:]) if layer is not None else (None, refs)
         inputs, refs = refs[: len(epilogue.inputs)], refs[len(epilogue.inputs) :]
         outputs, refs = refs[: len(epilogue.outputs)], refs[len(epilogue.outputs) :]
-        far_g, refs = (refs[0], refs[1:]) if far else (None, refs)
-        xs, ws, full, empty, low, top = refs
-        *highest, scratch = top
-        near_s = (*low, *highest)
+        xs, ws, full, empty, (*half_s, scratch) = refs
         wg = lax.axis_index("wg")
         program = lax.axis_index("program")
         count = lax.div(math.prod(across) - 1 - program, programs) + 1
-        block = program
-        if clustered:
-            block = (program * s.cluster[0] + lax.axis_index("cm")) * s.cluster[1] + lax.axis_index("cn")
 
         def origin(i):
             m, n = plgpu.planar_snake(program + i * programs, across, 0 if s.band_of == "m" else 1, s.band)
@@ -239,80 +232,75 @@ def matmul(
 
                 return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
 
-            def put(level, sum_mn):
-                if level <= near:
-                    if level == near:  # its place is the epilogue's scratch
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                    near_s[level - 1][wg] = sum_mn
-                else:
-                    far_g[block, level - near - 1, wg] = sum_mn
+            def tree(size, slot):
+                """The sum of the next `size` leaves, in registers, and the slot after them."""
+                if size == 1:
+                    return chain(slot)
+                if size == 2:
+                    left_mn, slot = chain(slot)
+                    right_mn, slot = chain(slot)
+                    return left_mn + right_mn, slot
 
-            def get(level):
-                if level <= near:
-                    return near_s[level - 1][wg]
-                at = far_g.at[block, level - near - 1, wg]
-                return plgpu.load(at, layout=plgpu.Layout.WGMMA, optimized=False)
+                def half(_, carry):
+                    sum_mn, slot = carry
+                    half_mn, slot = tree(size // 2, slot)
+                    return sum_mn + half_mn, slot
+
+                # Adding to -0 is exact, and a sum that a loop carries is what the compiler finds registers for.
+                nothing_mn = plgpu.layout_cast(jnp.full((wg_m, wg_n), -0.0, jnp.float32), plgpu.Layout.WGMMA)
+                return lax.fori_loop(0, 2, half, (nothing_mn, slot))
 
             def finish(i, acc_mn):
                 row, col = origin(i)
                 at = Tile(row + (wg * wg_m if s.split == "m" else 0), col + (wg * wg_n if s.split == "n" else 0), wg)
                 epilogue.run(acc_mn, at, inputs, outputs, scratch)
 
-            def settle(i, pair, sum_mn, level):
-                """Adds the partials that wait for this one, until it has to wait itself or is the whole sum."""
-                if 1 << level == leaves:
-                    return finish(i, sum_mn)
-                lax.cond(
-                    lax.rem(lax.div(pair, 1 << (level - 1)), 2) == 0,
-                    lambda: put(level, sum_mn),
-                    lambda: settle(i, pair, get(level) + sum_mn, level + 1),
-                )
-
             def tile(i, slot):
-                if leaves == 1:
-                    acc_mn, slot = chain(slot)
+                if not halved:
+                    acc_mn, slot = tree(leaves, slot)
                     finish(i, acc_mn)
                     return slot
 
-                def pair(p, slot):
-                    left_mn, slot = chain(slot)
-                    right_mn, slot = chain(slot)
-                    settle(i, p, left_mn + right_mn, 1)
+                def half(h, slot):
+                    half_mn, slot = tree(leaves // 2, slot)
+
+                    def put():
+                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # its place is the epilogue's scratch
+                        half_s[0][wg] = half_mn
+
+                    lax.cond(h == 0, put, lambda: finish(i, half_s[0][wg] + half_mn))
                     return slot
 
-                return lax.fori_loop(0, leaves // 2, pair, slot)
+                return lax.fori_loop(0, 2, half, slot)
 
             lax.fori_loop(0, count, tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     axes = tuple(axis for axis, size in zip(("cm", "cn"), s.cluster, strict=True) if size > 1)
-    partial = plgpu.SMEM((s.consumers, wg_m, wg_n), jnp.float32, transforms=TILED32)
-    top = ((partial,) if near else ()) + (tuple(epilogue.scratch),)
-    if near and not mosaic.interpreting():  # the race detector takes a union as one whole, not consumer by consumer
-        top = plgpu.RefUnion(*top)
+    last = (tuple(epilogue.scratch),)
+    if halved:
+        last = (plgpu.SMEM((s.consumers, wg_m, wg_n), jnp.float32, transforms=TILED32), *last)
+    if halved and not mosaic.interpreting():  # the race detector takes a union as one whole, not consumer by consumer
+        last = plgpu.RefUnion(*last)
     empty = dict(num_arrivals=s.consumers, num_barriers=s.steps)
     scratch_types = [
         plgpu.SMEM((s.steps, s.tile_m, STEP), x_TK.dtype, transforms=mosaic.TILED),
         plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
         plgpu.Barrier(num_arrivals=2, num_barriers=s.steps),
         plgpu.ClusterBarrier(collective_axes=axes, **empty) if clustered else plgpu.Barrier(**empty),
-        (partial,) * (near - 1),
-        top,
+        last,
     ]
-    far_shape = (programs * math.prod(s.cluster), far, s.consumers, wg_m, wg_n)
-    far_type = (jax.ShapeDtypeStruct(far_shape, jnp.float32),) if far else ()
     cluster = dict(cluster=s.cluster, cluster_names=("cm", "cn")) if clustered else {}
     run = mosaic.kernel(
         body,
-        out_type=(*epilogue.outputs, *far_type),
+        out_type=epilogue.outputs,
         scratch_types=scratch_types,
         grid=(programs,),
         grid_names=("program",),
         num_threads=s.consumers + 1,
         thread_name="wg",
-        # A partial is read by the thread that wrote it, so that the tree needs no barriers, either.
+        # Half a tree is read by the thread that wrote it, so that it needs no barriers, either.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not epilogue.barriers),
         **cluster,
     )
-    outputs = run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)
-    return outputs[: len(epilogue.outputs)]
+    return run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)

@@ -24,8 +24,8 @@ class Schedule:
       band_of: "m" or "n", the side that bands divide.
       in_flight: K-steps whose products a consumer leaves under way when it goes on: 0 or 1. With 1 it holds a slot of the
         ring longer, which a tile of 128 x 128 cannot afford.
-      in_shared: levels of a tree whose partials wait in shared memory, above the lowest, which waits in registers; those
-        above wait in global memory.
+      in_shared: whether the sum of the first half of a tree of more than 4 leaves waits in shared memory. Else it waits in
+        registers, as the sums below it do, and of 8 leaves a warpgroup's tile is 64 x 112 at most (64 x 128 with it).
       consumers: warpgroups that multiply.
     """
 
@@ -37,7 +37,7 @@ class Schedule:
     band: int = 8
     band_of: str = "m"
     in_flight: int = 1
-    in_shared: int = 2
+    in_shared: bool = False
     consumers: ClassVar[int] = 2
 
     @property
@@ -88,22 +88,22 @@ TABLE: dict[tuple[str, int, int], Schedule] = {
     ("chain", 8192, 4096): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
     ("chain", 8192, 8192): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
     ("chain", 8192, 16384): Schedule(tile_m=128, tile_n=256, cluster=(2, 1)),
-    ("tree", 256, 1024): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
-    ("tree", 256, 4096): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
-    ("tree", 256, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 256, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 512, 1024): Schedule(tile_m=128, tile_n=64, steps=6, cluster=(2, 1), in_flight=0),
-    ("tree", 512, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 512, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 512, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 2048, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 2048, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 2048, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 2048, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 8192, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 8192, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 8192, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
-    ("tree", 8192, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=1),
+    ("tree", 256, 1024): Schedule(tile_m=128, tile_n=64, steps=8),
+    ("tree", 256, 4096): Schedule(tile_m=128, tile_n=64, steps=8),
+    ("tree", 256, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 256, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 512, 1024): Schedule(tile_m=128, tile_n=64, steps=8),
+    ("tree", 512, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 512, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 512, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 2048, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 2048, 4096): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 2048, 8192): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 2048, 16384): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 8192, 1024): Schedule(tile_m=128, tile_n=128, steps=5, in_flight=0, in_shared=True),
+    ("tree", 8192, 4096): Schedule(tile_m=128, tile_n=112, steps=7),
+    ("tree", 8192, 8192): Schedule(tile_m=128, tile_n=112, steps=7),
+    ("tree", 8192, 16384): Schedule(tile_m=128, tile_n=112, steps=7),
 }
 
 

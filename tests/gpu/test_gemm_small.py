@@ -81,7 +81,7 @@ def test_the_large_kernel_has_the_same_bits(kind):
     N, K, leaves = SHAPES[kind]
     x, w = operands(N, K)
     schedule = schedules.large(256, N, K, leaves)
-    epilogue = hopper_large.store(256, N, leaves, jnp.dtype(jnp.float32), schedule)
+    epilogue = hopper_large.store(256, N, jnp.dtype(jnp.float32), schedule)
     (large,) = jax.jit(lambda x, w: hopper_large.matmul(x, w, None, leaves, N, epilogue, schedule))(x, w)
     assert same([large], [canonical(N, K, leaves)])
 

@@ -19,6 +19,8 @@ SMALL = {
     "bands along columns": Schedule(128, 64, steps=2, band=1, band_of="n"),
     "cluster along rows": Schedule(128, 64, steps=2, cluster=(2, 1)),
     "cluster along columns": Schedule(128, 64, steps=2, cluster=(1, 2)),
+    "no product under way": Schedule(128, 112, steps=3, in_flight=0),
+    "half a tree in shared memory": Schedule(128, 64, steps=3, in_flight=0, in_shared=True),
 }
 """Schedules of every form, small enough for the interpreter."""
 
@@ -86,7 +88,7 @@ def test_control_the_race_detector_sees_a_race(monkeypatch, few_programs):
     """An epilogue whose consumers share one buffer and do not wait."""
     schedule = SMALL["rows divided"]
     x, w = operands(128, 64, 64)
-    honest = hopper_large.store(128, 64, 1, jnp.float32, schedule)
+    honest = hopper_large.store(128, 64, jnp.float32, schedule)
 
     def run(acc_mn, tile, inputs, outputs, scratch):
         honest.run(acc_mn, tile._replace(wg=tile.wg * 0), inputs, outputs, scratch)
@@ -102,7 +104,7 @@ def test_every_entry_of_the_table_lowers(order, leaves):
     for schedule in schedules.every(order):
         # A plain matrix of whole tiles in bf16, and a layer of a stack, ragged, in fp32.
         for T, N, stack, out_dtype in ((1024, 1024, (), jnp.bfloat16), (304, 1000, (2,), jnp.float32)):
-            epilogue = hopper_large.store(T, N, leaves, out_dtype, schedule)
+            epilogue = hopper_large.store(T, N, out_dtype, schedule)
             shapes = [jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, 1024), (*stack, N, 1024))]
             shapes += [jax.ShapeDtypeStruct((), jnp.int32) for _ in stack]
 
