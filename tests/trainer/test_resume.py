@@ -162,9 +162,9 @@ def test_optimizer_state_is_part_of_what_comes_back(straight):
     assert any(np.asarray(x).any() for x in jax.tree.leaves(arrays["optimizer"]) if x.shape)
 
 
-def test_three_kills_at_random_moments(tmp_path):
+def test_two_kills_at_random_moments(tmp_path):
     """The quick version of kill_many.py: real processes, SIGKILL, checkpoints written all the time."""
-    report = kill_many.run(tmp_path, kills=3, steps=30, seed=0)
-    assert report["kills"] == 3
+    report = kill_many.run(tmp_path, kills=2, steps=30, seed=0)
+    assert report["kills"] == 2
     assert report["differences"] == []
     json.dumps(report)
