@@ -66,7 +66,8 @@ def train(fn) -> tuple[float, float]:
     """(milliseconds, GB of memory beyond arguments and results) of forward and backward."""
     x, w, targets, inv_temp, g = head()
     run = jax.jit(jax.grad(lambda x, w: jnp.sum(fn(x, w, targets, inv_temp) * g), (0, 1)))
-    extra = run.lower(x, w).compile().memory_analysis().temp_size_in_bytes
+    run = timing.compiled(run, x, w)
+    extra = run.memory_analysis().temp_size_in_bytes
     return timing.device_us(run, x, w, iterations=2) / 1e3, extra / 1e9
 
 
