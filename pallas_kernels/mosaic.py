@@ -185,6 +185,18 @@ def rows(x_M: jax.Array, shape: tuple[int, int]) -> jax.Array:
     return lax.broadcast_in_dim(x_M, shape, [0])
 
 
+def named_barrier(what: str, number) -> None:
+    """One of the hardware's barriers, for two warpgroups: one calls with "sync" and waits for the other's "arrive"."""
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WG_SPLAT(()),))
+    def emit(_, number):
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"), [number.registers.item()], f"bar.{what} $0, 256;", "r", has_side_effects=True
+        )
+
+    emit(number)
+
+
 def after_last_kernel() -> None:
     """Waits until the kernels before this one have finished and their results can be read; lets the next kernel start.
 

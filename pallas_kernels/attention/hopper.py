@@ -46,7 +46,7 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "order": "blocks in order, splits in order",
         "rescale": "ex2.approx.ftz of the maximum before - after; O by mul, the sum with its next addend by fma",
         "sum_of_p": f"before rounding, in {COLUMNS} columns from the left, summed at the end of a split",
-        "round": [f"P: {dtype}", "1 / sum: float32", f"O * (1 / sum): {dtype}"],
+        "round": [f"P: {dtype}", "1 / sum: float32", f"O * (1 / sum) + 0: {dtype}"],
     }
 
 

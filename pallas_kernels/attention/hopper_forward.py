@@ -64,7 +64,7 @@ def attention(
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, tiles_g, count_g, o_g, lse_g, *park_g, scratch):
         cta, me = lax.axis_index("cta"), lax.axis_index("wg")
-        q_memory, ring_s, park_s, ready, free, q_ready, turn, *cleared = scratch
+        q_memory, ring_s, *park_s, ready, free, q_ready, turn, cleared = scratch
         deal = Deal(cta, mosaic.SMS, count_g[0] * shape.K)
         trips = deal.count()
 
@@ -77,7 +77,7 @@ def attention(
         @pl.when(me == W)
         def _producer():
             plgpu.set_max_registers(PRODUCER_REGISTERS[W], action="decrease")
-            memory = Memory(None, ring_s, ready, free)
+            memory = Memory(None, ring_s, ready, free, keys_ahead=plan.overlap)
 
             def one_item(i, count):
                 tile, head = item(i)
@@ -92,17 +92,24 @@ def attention(
             turns.open()
             token0 = me * shape.tokens
 
-            def copy(i):
-                tile, head = item(i)
+            def copy(tile: Tile, head):
                 copy_q(shape, q_g, q_memory, q_ready.at[me], me, tile.token + token0, head)
+
+            def lookup(i):
+                """The fields of an item, and its sequence's kv_len."""
+                tile, head = item(i)
+                return tile, head, kv_len_g[jnp.minimum(tile.sequence, kv_len_g.shape[0] - 1)]
+
+            first = lookup(jnp.int32(0))
 
             @pl.when(trips > 0)
             def _first_q():
-                copy(jnp.int32(0))
+                copy(*first[:2])
 
-            def one_item(i, count):
-                tile, head = item(i)
-                park = park_s.at[me] if plan.park_in_shared else park_g[0].at[cta, me]
+            def one_item(i, carry):
+                count, (tile, head, kv_len) = carry
+                following = lookup(i + 1)  # early: what comes from memory is there when it is needed
+                park = park_s[0].at[me] if plan.park_in_shared else park_g[0].at[cta, me]
                 limit = jnp.clip(tile.tokens - token0, 0, shape.tokens) * shape.G
                 plgpu.barrier_wait(q_ready.at[me])
 
@@ -115,11 +122,10 @@ def attention(
                 def next_q():
                     @pl.when(i + 1 < trips)
                     def _():
-                        copy(i + 1)
+                        copy(*following[:2])
 
                 def attend():
-                    memory = Memory(q_memory[0].at[me], ring_s, ready, free, 0, *(cleared or [None]), W, me)
-                    kv_len = kv_len_g[tile.sequence]
+                    memory = Memory(q_memory[0].at[me], ring_s, ready, free, 0, cleared, W, me, plan.overlap)
                     total, after = walk(
                         shape, memory, turns, tile, token0, kv_len, 0, tile.blocks, count, plan, park, next_q
                     )
@@ -131,19 +137,18 @@ def attention(
                     next_q()
                     return count
 
-                return lax.cond(tile.blocks > 0, attend, nothing)
+                return lax.cond(tile.blocks > 0, attend, nothing), following
 
-            lax.fori_loop(0, trips, one_item, jnp.int32(0))
+            lax.fori_loop(0, trips, one_item, (jnp.int32(0), first))
             turns.close()
 
     out = [jax.ShapeDtypeStruct((T, H, d), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), jnp.float32)]
     if not plan.park_in_shared:
         out.append(jax.ShapeDtypeStruct((mosaic.SMS, W, ROWS, d), jnp.float32))
-    park = plgpu.SMEM((8,), jnp.float32)
+    park = []
     if plan.park_in_shared:
-        park = plgpu.SMEM(
-            (W, ROWS, d), jnp.float32, transforms=(plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
-        )
+        transforms = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
+        park = [plgpu.SMEM((W, ROWS, d), jnp.float32, transforms=transforms)]
     outputs = mosaic.kernel(
         body,
         out_type=out,
@@ -151,12 +156,12 @@ def attention(
             scratch=[
                 q_scratch(shape, W),
                 plgpu.SMEM((slots, BLOCK, d), jnp.bfloat16, transforms=mosaic.TILED),
-                park,
+                *park,
                 plgpu.Barrier(num_arrivals=shape.pages, num_barriers=slots),
                 plgpu.Barrier(num_arrivals=W, num_barriers=slots),
                 plgpu.Barrier(num_arrivals=d // 64, num_barriers=W),
                 plgpu.Barrier(num_barriers=W),
-                *([plgpu.Barrier(num_arrivals=W)] if W > 1 else []),
+                plgpu.Barrier(num_arrivals=W),
             ]
         ),
         grid=(mosaic.SMS,),

@@ -13,12 +13,14 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import BLOCK, SPLIT
+from pallas_kernels.attention import BLOCK, SPLIT, hopper_scores
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape, Tile
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 
@@ -58,14 +60,57 @@ def full(value, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA if len(shape) == 2 else ROW)
 
 
-def softmax(s_MB, m_M, l_M8, scale: float, sees_MB=None):
+def hide(s_MB, G: int, ahead):
+    """Scores, -inf where the key comes after the row; ahead: position of the first row's token less that of the first key."""
+    if mosaic.interpreting():
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s_MB.shape, layout=plgpu.Layout.WGMMA)
+        return jnp.where(iota(1) <= lax.div(iota(0), G) + ahead, s_MB, -jnp.inf)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(s_MB.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def emit(_, s, ahead):
+        i32 = ir.IntegerType.get_signless(32)
+
+        def const(value):
+            return mgpu.c(value, i32)
+
+        thread = arith.remui(mgpu.utils.thread_idx(), const(128))
+        lane = arith.remui(thread, const(32))
+        row = arith.addi(arith.muli(arith.divui(thread, const(32)), const(16)), arith.divui(lane, const(4)))
+        ahead = arith.subi(ahead.registers.item(), arith.muli(arith.remui(lane, const(4)), const(2)))
+        # Opaque: what differs between a thread's elements stays an immediate of each comparison.
+        last = [
+            llvm.inline_asm(
+                i32,
+                [ahead, arith.divui(arith.addi(row, const(8 * i)), const(G))],
+                "add.s32 $0, $1, $2;",
+                "=r,r,r",
+                has_side_effects=True,
+            )
+            for i in (0, 1)
+        ]
+        never = mgpu.c(-float("inf"), ir.F32Type.get())
+        out = np.empty_like(s.registers)
+        for at, pair in np.ndenumerate(s.registers):  # at[1]: group of 8 columns, at[4]: of 8 rows
+            for e in range(2):
+                seen = arith.cmpi(arith.CmpIPredicate.sge, last[at[4]], const(8 * at[1] + e))
+                score = vector.extract(pair, dynamic_position=[], static_position=[e])
+                score = arith.select(seen, score, never)
+                pair = vector.insert(score, pair, dynamic_position=[], static_position=[e])
+            out[at] = pair
+        return mgpu.FragmentedArray(_registers=out, _layout=s.layout, _is_signed=None)
+
+    return emit(s_MB, ahead)
+
+
+def softmax(s_MB, m_M, l_M8, scale: float):
     """(m, alpha, l, P in fp32) after a block of scores.
 
     P = 2**(score * scale - m) by one fma and one ex2. The largest P of a row is 1 but for the rounding of m, so that it is
     exact in bf16, where the product with V takes it. The sum takes P before that rounding, 8 columns at a time from the left.
     """
-    if sees_MB is not None:
-        s_MB = jnp.where(sees_MB, s_MB, -jnp.inf)
     top_M = mosaic.mul(s_MB.max(axis=1), scale, ROW)
     new_M = jnp.maximum(m_M, top_M)
     alpha_M = mosaic.exp2(m_M - new_M, ROW)
@@ -76,26 +121,30 @@ def softmax(s_MB, m_M, l_M8, scale: float, sees_MB=None):
     return new_M, alpha_M, l_M8, p_MB
 
 
-def merge(total: Total, part: Total) -> Total:
-    """Two runs of splits, lower positions first."""
-    m_M = jnp.where(part.l_M == 0, total.m_M, jnp.maximum(total.m_M, part.m_M))
-    a_M, b_M = mosaic.exp2(total.m_M - m_M, ROW), mosaic.exp2(part.m_M - m_M, ROW)
-
-    def pick(x, y, spread, layout):
-        both = mosaic.fma(x, spread(a_M), mosaic.mul(y, spread(b_M), layout), layout)
-        return jnp.where(spread(part.l_M) == 0, x, jnp.where(spread(total.l_M) == 0, y, both))
-
+def add(total: Total, part: Total) -> Total:
+    """Two runs of splits, lower positions first. One without keys, whose O is zero, leaves the other's bits (but for the sign
+    of a zero, which `finish` takes away)."""
+    some_M = part.l_M != 0
+    m_M = jnp.where(some_M, jnp.maximum(total.m_M, part.m_M), total.m_M)
+    a_M = mosaic.exp2(total.m_M - m_M, ROW)
+    b_M = jnp.where(some_M, mosaic.exp2(part.m_M - m_M, ROW), 0.0)
+    l_M = mosaic.fma(total.l_M, a_M, mosaic.mul(part.l_M, b_M, ROW), ROW)
     wide = functools.partial(mosaic.rows, shape=part.o_Md.shape)
-    o_Md = pick(total.o_Md, part.o_Md, wide, plgpu.Layout.WGMMA)
-    return Total(m_M, pick(total.l_M, part.l_M, lambda x: x, ROW), o_Md)
+    return Total(m_M, l_M, mosaic.fma(total.o_Md, wide(a_M), mosaic.mul(part.o_Md, wide(b_M))))
+
+
+def merge(total: Total, part: Total) -> Total:
+    """`add`, where O of a part without keys may hold anything."""
+    some_Md = mosaic.rows(part.l_M, part.o_Md.shape) != 0
+    return add(total, part._replace(o_Md=jnp.where(some_Md, part.o_Md, 0)))
 
 
 def finish(total: Total):
-    """(O in bf16, log-sum-exp in log2 units); zeros for a row that sees no key."""
+    """(O in bf16, without a minus zero; log-sum-exp in log2 units); zeros for a row that sees no key."""
     some_M = total.l_M > 0
     inverse_M = jnp.where(some_M, mosaic.div(1.0, total.l_M, ROW), 0.0)
     lse_M = jnp.where(some_M, total.m_M + mosaic.log2(total.l_M, ROW), 0.0)
-    o_Md = mosaic.mul(total.o_Md, mosaic.rows(inverse_M, total.o_Md.shape))
+    o_Md = mosaic.fma(total.o_Md, mosaic.rows(inverse_M, total.o_Md.shape), 0.0)
     return o_Md.astype(jnp.bfloat16), lse_M
 
 
@@ -110,29 +159,46 @@ class Memory(NamedTuple):
     cleared: jax.Array | None = None  # of the warpgroups that share the ring, where there are several
     sharers: int = 1
     me: jax.Array | int = 0  # which of them
+    keys_ahead: bool = False  # the ring has K of a block before V of the one before it, as scores run ahead
 
 
 def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int):
     """The producer's part of a walk: blocks [first, last) of a tile's sequence into the ring; returns the new count."""
 
+    def pages(b):
+        return tuple(table_g[tile.sequence, b * shape.pages + i] * shape.page + first_row for i in range(shape.pages))
+
+    def copy(source, rows, count):
+        slot = lax.rem(count, slots)
+
+        @pl.when(count >= slots)
+        def _wait():
+            plgpu.barrier_wait(memory.free.at[memory.barrier0 + slot])
+
+        for i, row in enumerate(rows):
+            plgpu.copy_gmem_to_smem(
+                source.at[pl.ds(row, shape.page), pl.ds(head * shape.d, shape.d)],
+                memory.ring_s.at[slot, pl.ds(i * shape.page, shape.page)],
+                memory.ready.at[memory.barrier0 + slot],
+            )
+        return count + 1
+
     def one_block(b, count):
-        pages = [table_g[tile.sequence, b * shape.pages + i] * shape.page + first_row for i in range(shape.pages)]
-        for source in (k_g, v_g):
-            slot = lax.rem(count, slots)
+        rows = pages(b)
+        return copy(v_g, rows, copy(k_g, rows, count))
 
-            @pl.when(count >= slots)
-            def _wait(slot=slot):
-                plgpu.barrier_wait(memory.free.at[memory.barrier0 + slot])
+    def keys_ahead(b, carry):
+        count, before = carry
+        rows = pages(b)
+        return copy(v_g, before, copy(k_g, rows, count)), rows
 
-            for i, row in enumerate(pages):
-                plgpu.copy_gmem_to_smem(
-                    source.at[pl.ds(row, shape.page), pl.ds(head * shape.d, shape.d)],
-                    memory.ring_s.at[slot, pl.ds(i * shape.page, shape.page)],
-                    memory.ready.at[memory.barrier0 + slot],
-                )
-            count = count + 1
-        return count
+    def some():
+        rows = pages(first)
+        after, rows = lax.fori_loop(first + 1, last, keys_ahead, (copy(k_g, rows, count), rows))
+        return copy(v_g, rows, after)
 
+    if memory.keys_ahead:
+        return lax.cond(last > first, some, lambda: count)
     return lax.fori_loop(first, last, one_block, count)
 
 
@@ -202,13 +268,20 @@ def multiply(acc, a, b, transposed: bool = False) -> None:
         plgpu.wgmma(acc, a, b.transpose((1, 0)) if transposed else b)
 
 
-def result(acc, in_flight: int = 0):
-    """The accumulator's value, once all but the newest `in_flight` products are complete."""
-    return acc[...] if isinstance(acc, Plain) else plgpu.wgmma_accumulator_load(acc, wait_n=in_flight)
+def result(acc):
+    """The accumulator's value, once all products are complete."""
+    return acc[...] if isinstance(acc, Plain) else plgpu.wgmma_accumulator_load(acc, wait_n=0)
+
+
+FIRST_TURN = 8
+"""Of the hardware's barriers, 16 a program, the first that serves turns; Mosaic's own are those up to the warpgroups' number."""
 
 
 class Turns:
-    """Whose turn it is on the tensor core; of one warpgroup, nobody's."""
+    """Whose turn it is on the tensor core; of one warpgroup, nobody's.
+
+    The hardware's barriers, as they wake a warpgroup sooner than those in shared memory, which the interpreter takes.
+    """
 
     def __init__(self, barrier, me, of: int):
         self.barrier, self.me, self.of = barrier, me, of
@@ -230,18 +303,40 @@ class Turns:
                 self.take()
 
     def take(self):
-        if self.of > 1:
+        if self.of > 1 and mosaic.interpreting():
             plgpu.barrier_wait(self.barrier.at[self.me])
+        elif self.of > 1:
+            mosaic.named_barrier("sync", FIRST_TURN + self.me)
 
     def give(self):
         if self.of > 1:
-            plgpu.barrier_arrive(self.barrier.at[lax.rem(self.me + 1, self.of)])
+            following = lax.rem(self.me + 1, self.of)
+            if mosaic.interpreting():
+                plgpu.barrier_arrive(self.barrier.at[following])
+            else:
+                mosaic.named_barrier("arrive", FIRST_TURN + following)
 
 
-def scores(shape: Shape, memory: Memory, acc, slot) -> None:
-    """Issues S = q k^T of one block."""
-    for c in range(shape.d // 64):
-        multiply(acc, memory.q_s.at[c], memory.ring_s.at[slot, :, pl.ds(64 * c, 64)], transposed=True)
+class Scores:
+    """S = q k^T of one block, issued at once; `result` when it is complete."""
+
+    def __init__(self, shape: Shape, memory: Memory, slot):
+        chunks = range(shape.d // 64)
+        q = [memory.q_s.at[c] for c in chunks]
+        k = [memory.ring_s.at[slot, :, pl.ds(64 * c, 64)] for c in chunks]
+        if mosaic.interpreting():
+            self.acc = Plain((ROWS, BLOCK))
+            for a, b in zip(q, k, strict=True):
+                multiply(self.acc, a, b, transposed=True)
+        else:
+            self.value = hopper_scores.issue(q, k)
+
+    def result(self, in_flight: int = 0):
+        """Scores, once all but the newest `in_flight` products are complete."""
+        if mosaic.interpreting():
+            return result(self.acc)
+        plgpu.wgmma_wait(in_flight)
+        return hopper_scores.landed(self.value)
 
 
 def clear_unwritten(shape: Shape, memory: Memory, slot, kv_len_in_block) -> None:
@@ -276,14 +371,13 @@ def walk(
       next_q: called when q is done with.
     """
     scale, d = softmax_scale(shape.d), shape.d
-    s_shape, o_shape = (ROWS, BLOCK), (ROWS, d)
+    o_shape = (ROWS, d)
 
     def slot_of(count):
         return lax.rem(count, plan.slots)
 
-    def sees(b):
-        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, (ROWS, BLOCK), layout=plgpu.Layout.WGMMA)
-        return iota(1) + b * BLOCK <= lax.div(iota(0), shape.G) + (tile.position + token0)
+    def ahead(b):
+        return tile.position + token0 - b * BLOCK
 
     def parked(state: State) -> Total:
         before = Total(
@@ -291,19 +385,21 @@ def walk(
             state.before_l_M,
             plgpu.load(park, layout=plgpu.Layout.WGMMA, optimized=plan.park_in_shared),
         )
-        return merge(before, state.split())
+        return add(before, state.split())
 
-    def first_scores(acc):
+    def first_scores():
         plgpu.barrier_wait(memory.ready.at[memory.barrier0 + slot_of(count)])
         turns.take()
-        scores(shape, memory, acc, slot_of(count))
+        scores = Scores(shape, memory, slot_of(count))
         turns.give()
-        return result(acc)
+        return scores.result()
 
     def one_block(b, carry, masked: bool):
         count, state = carry
-        # Of block b - 1 the ring holds V, which the slot of its K precedes; then K of block b.
+        # Of block b - 1 the ring holds V, and K of block b.
         v_slot, k_slot = slot_of(count + 1), slot_of(count + 2)
+        if memory.keys_ahead:
+            v_slot, k_slot = k_slot, v_slot
         m_M, l_M8 = state.m_M, state.l_M8
         if park is not None:
             new_split = lax.rem(b, PER_SPLIT) == 0
@@ -311,17 +407,21 @@ def walk(
             l_M8 = jnp.where(new_split, full(0, (ROWS, COLUMNS)), l_M8)
 
         def soft(s_MB):
-            return softmax(s_MB, m_M, l_M8, scale, sees(b) if masked else None)
+            return softmax(hide(s_MB, shape.G, ahead(b)) if masked else s_MB, m_M, l_M8, scale)
 
-        def together(s_acc, o_acc):
+        def together(o_acc):
             o_acc[...] = state.o_Md
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + k_slot])
             turns.take()
-            scores(shape, memory, s_acc, k_slot)
+            scores = Scores(shape, memory, k_slot)
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
-            multiply(o_acc, state.p_MB, memory.ring_s.at[v_slot])
-            turns.give()
-            s_MB = result(s_acc, in_flight=1)
+            # The turn is given with half of P V still to be issued, so that the next warpgroup is awake when that has run.
+            parts = 2 if turns.of > 1 else 1
+            for keys in (pl.ds(i * BLOCK // parts, BLOCK // parts) for i in range(parts)):
+                if keys.start:
+                    turns.give()
+                multiply(o_acc, state.p_MB[:, keys.start : keys.start + keys.size], memory.ring_s.at[v_slot, keys])
+            s_MB = scores.result(in_flight=parts)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
             # The softmax belongs here, beside P V in flight; that product still reads the old P, so the new one takes its
             # registers after it.
@@ -338,18 +438,18 @@ def walk(
             multiply(o_acc, state.p_MB, memory.ring_s.at[v_slot])
             return result(o_acc)
 
-        def next_scores(s_acc):
+        def next_scores():
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + k_slot])
-            scores(shape, memory, s_acc, k_slot)
+            scores = Scores(shape, memory, k_slot)
             turns.give()
-            return result(s_acc)
+            return scores.result()
 
         if plan.overlap:
-            o_Md, after = accumulate(together, s_shape, o_shape)
+            o_Md, after = accumulate(together, o_shape)
         else:
             o_Md = accumulate(product, o_shape)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + v_slot])
-            s_MB = accumulate(next_scores, s_shape)
+            s_MB = next_scores()
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
             after = soft(s_MB)
         m_M, alpha_M, l_M8, p_MB = after
@@ -367,10 +467,17 @@ def walk(
         o_Md, *before = rescaled() if park is None else lax.cond(new_split, begin_split, rescaled)
         return count + 2, State(m_M, l_M8, p_MB, o_Md, *before)
 
-    s_MB = accumulate(first_scores, s_shape)
+    if park is not None:
+
+        @pl.when(last - first > PER_SPLIT)
+        def _nothing_before():
+            park[...] = full(0, o_shape)
+
+    s_MB = first_scores()
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
+    s_MB = lax.cond(ahead(first) >= BLOCK - 1, lambda: s_MB, lambda: hide(s_MB, shape.G, ahead(first)))
     never_M = full(NEVER, (ROWS,))
-    m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale, sees(first))
+    m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale)
     state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), full(0, (ROWS, d)), never_M, full(0, (ROWS,)))
     # Blocks that every row of the tile sees need no mask.
     unmasked = jnp.clip(lax.div(tile.position + 1, BLOCK), first + 1, last)

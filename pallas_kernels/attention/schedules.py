@@ -24,13 +24,13 @@ class Many:
 
     warpgroups: int  # that compute, on one tile's K and V
     slots: int  # K or V blocks in shared memory
-    overlap: bool  # scores of the next block and P V of this one in flight together
+    overlap: bool  # scores of the next block and P V of this one in flight together; the ring has that K before this V
     park_in_shared: bool  # the merged O of earlier splits; otherwise in global memory
     turns: bool = True  # warpgroups take turns on the tensor core
 
     def shared_bytes(self, d: int) -> int:
         """Of q, K, V and the parked O."""
-        parked = self.warpgroups * ROWS * d * 4 if self.park_in_shared else 1024
+        parked = self.warpgroups * ROWS * d * 4 if self.park_in_shared else 0
         return self.warpgroups * ROWS * d * 2 + self.slots * BLOCK * d * 2 + parked
 
 
