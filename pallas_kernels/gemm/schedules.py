@@ -59,6 +59,9 @@ ONE_WAVE: tuple[tuple[range, Schedule], ...] = (
 """Columns of a chain whose tiles, at 129 to 256 rows, are one full wave of 132 programs with a schedule, and the schedule; comes
 before the other tables."""
 
+LONG_TREE, LONG_TREE_ROWS = 8192, 2048
+"""K above which a tree has the schedule of so many rows at most: half of it in shared memory costs less than narrower tiles."""
+
 FEW = {
     ("chain", 1024): 256,
     ("chain", 4096): 256,
@@ -132,5 +135,5 @@ def is_few(T: int, N: int, leaves: int) -> bool:
 
 def large(T: int, N: int, K: int, leaves: int) -> Schedule:
     """The large kernel's schedule for x [T, K] w [N, K]^T in `leaves` leaves."""
-    del K
-    return _one_wave(T, N, leaves) or TABLE[_order(leaves), _bucket(T, ROWS), _bucket(N, COLUMNS)]
+    rows = min(T, LONG_TREE_ROWS) if leaves > 1 and K > LONG_TREE else T
+    return _one_wave(T, N, leaves) or TABLE[_order(leaves), _bucket(rows, ROWS), _bucket(N, COLUMNS)]
