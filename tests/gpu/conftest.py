@@ -41,13 +41,6 @@ def _reason(report) -> str:
     return text.removeprefix("Skipped: ").partition(": ")[0].splitlines()[0]
 
 
-def pytest_sessionstart(session):
-    session.config.stash[_START] = time.time()
-
-
-_START = pytest.StashKey[float]()
-
-
 def pytest_collection_modifyitems(items):
     ours = [item for item in items if HERE in item.path.parents]
     for item in ours:
@@ -92,28 +85,52 @@ def _accuracy(passed) -> dict[str, dict[str, list[float]]]:
     return {name: dict(sorted(rows.items())) for name, rows in sorted(table.items())}
 
 
-def pytest_terminal_summary(terminalreporter, exitstatus, config):
-    everything = [pathlib.Path(a.split("::")[0]).resolve() for a in config.args] == [HERE] and not config.option.keyword
-    if os.environ.get("ISOMODEL_TEST_GPU") != "1" or config.option.collectonly or not everything:
-        return
-    from pallas_kernels import environment
+class Gate:
+    """Writes the file anew after each test, so that a run that is killed leaves what it found."""
 
-    facts = environment.describe()
-    stats = {name: terminalreporter.stats.get(name, []) for name in ("passed", "failed", "error", "skipped")}
-    reasons = collections.Counter(_reason(r) for r in stats["skipped"])
-    gate = {
-        "commit": _commit(),
-        "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
-        "gpu": facts.get("gpu", {}).get("device", facts["platform"]),
-        "versions": {"jax": facts["jax"], "jaxlib": facts["jaxlib"]} | facts.get("gpu", {}),
-        "passed": len(stats["passed"]),
-        "failed": sorted({r.nodeid.partition("@")[0] for r in stats["failed"] + stats["error"]}),
-        "skipped": dict(sorted(reasons.items())),
-        "interrupted": exitstatus == pytest.ExitCode.INTERRUPTED,
-        "seconds": round(time.time() - config.stash[_START]),
-        "bits": _bit_table(stats["passed"]),
-        "accuracy": _accuracy(stats["passed"]),
-    }
-    path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
-    path.write_text(json.dumps(gate, indent=1) + "\n")
-    terminalreporter.write_line(f"wrote {path}")
+    def __init__(self, config):
+        from pallas_kernels import environment
+
+        facts = environment.describe()
+        self.reports, self.started = [], time.time()
+        self.path = pathlib.Path(os.environ.get("ISOMODEL_GPU_GATE", ROOT / "benchmarks" / "gpu_gate.json"))
+        self.facts = {
+            "commit": _commit(),
+            "date": datetime.datetime.now(datetime.UTC).strftime("%Y-%m-%d %H:%M UTC"),
+            "gpu": facts.get("gpu", {}).get("device", facts["platform"]),
+            "versions": {"jax": facts["jax"], "jaxlib": facts["jaxlib"]} | facts.get("gpu", {}),
+        }
+
+    def pytest_runtest_logreport(self, report):
+        if report.when == "call" or not report.passed:
+            self.reports.append(report)
+            self.write(interrupted=True)
+
+    def pytest_collectreport(self, report):
+        if report.failed:
+            self.reports.append(report)
+
+    def pytest_terminal_summary(self, terminalreporter, exitstatus):
+        self.write(interrupted=exitstatus == pytest.ExitCode.INTERRUPTED)
+        terminalreporter.write_line(f"wrote {self.path}")
+
+    def write(self, interrupted: bool):
+        passed = [r for r in self.reports if r.passed]
+        gate = self.facts | {
+            "passed": len(passed),
+            "failed": sorted({r.nodeid.partition("@")[0] for r in self.reports if r.failed}),
+            "skipped": dict(sorted(collections.Counter(_reason(r) for r in self.reports if r.skipped).items())),
+            "interrupted": interrupted,
+            "seconds": round(time.time() - self.started),
+            "bits": _bit_table(passed),
+            "accuracy": _accuracy(passed),
+        }
+        self.path.write_text(json.dumps(gate, indent=1) + "\n")
+
+
+def pytest_sessionstart(session):
+    config = session.config
+    everything = [pathlib.Path(a.split("::")[0]).resolve() for a in config.args] == [HERE] and not config.option.keyword
+    mine = not hasattr(config, "workerinput")  # a worker's reports come to the process that started it
+    if os.environ.get("ISOMODEL_TEST_GPU") == "1" and mine and everything and not config.option.collectonly:
+        config.pluginmanager.register(Gate(config), "gpu-gate")
