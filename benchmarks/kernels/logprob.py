@@ -6,6 +6,7 @@ each in a process of its own; its faster figure is the baseline.
 
 from __future__ import annotations
 
+import concurrent.futures
 import json
 import os
 
@@ -77,8 +78,11 @@ def library() -> dict[str, list[float]]:
 
 def rows() -> list[dict]:
     """One row a measurement (benchmarks.report.record's fields)."""
-    by_flags = {"XLA's default flags": separate.call("native", "logprob", "library"), "our flags": separate.call("iso", "logprob", "library")}
-    ms, extra = train(ours)
+    modes = {"XLA's default flags": "native", "our flags": "iso"}
+    with concurrent.futures.ThreadPoolExecutor(len(modes)) as pool:
+        running = {flags: pool.submit(separate.call, mode, "logprob", "library") for flags, mode in modes.items()}
+        ms, extra = train(ours)
+        by_flags = {flags: found.result() for flags, found in running.items()}
     work = f"log-probability, {T} tokens, vocabulary {V}, width {D}, bf16, forward + backward"
 
     def against(name: str, what: str) -> dict:
