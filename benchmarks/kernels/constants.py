@@ -19,7 +19,16 @@ from jax import lax
 from benchmarks.kernels import separate, timing
 from benchmarks.kernels.tune_attention import HEADS, KERNELS, WORK, draw, sequences
 from pallas_kernels import logprob
-from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward, hopper_tiles, hopper_walk, schedules
+from pallas_kernels.attention import (
+    BLOCK,
+    SPLIT,
+    hopper_decode,
+    hopper_forward,
+    hopper_softmax,
+    hopper_tiles,
+    hopper_walk,
+    schedules,
+)
 from pallas_kernels.attention.hopper_tiles import Shape
 from pallas_kernels.logprob import VOCAB_BLOCK, hopper_blocks, hopper_combine, hopper_head
 from pallas_kernels.logprob import hopper as hopper_logprob
@@ -54,7 +63,7 @@ def replaced(modules, **values) -> Iterator[None]:
 
 def attention_constants(block: int, split: int):
     """The kernels under another KV block and split than the contract's, in as much shared memory."""
-    modules = (hopper_tiles, hopper_walk, hopper_forward, hopper_decode, schedules)
+    modules = (hopper_tiles, hopper_softmax, hopper_walk, hopper_forward, hopper_decode, schedules)
     return replaced(modules, BLOCK=block, SPLIT=split, PER_SPLIT=split // block)
 
 

@@ -13,8 +13,8 @@ import numpy as np
 from pallas_kernels import mosaic, registry
 from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward
 from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
+from pallas_kernels.attention.hopper_softmax import COLUMNS
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape
-from pallas_kernels.attention.hopper_walk import COLUMNS
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 from pallas_kernels.attention.schedules import MANY
 

@@ -14,23 +14,9 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import BLOCK, SPLIT, hopper_rows
+from pallas_kernels.attention.hopper_softmax import ROW, Total, finish, full, merge
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
-from pallas_kernels.attention.hopper_walk import (
-    LANES,
-    PER_SPLIT,
-    ROW,
-    Memory,
-    Total,
-    Turns,
-    copy_q,
-    drain,
-    fetch,
-    finish,
-    full,
-    merge,
-    q_scratch,
-    walk,
-)
+from pallas_kernels.attention.hopper_walk import LANES, PER_SPLIT, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
 from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import FEW, Few
 

@@ -15,20 +15,9 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import BLOCK, hopper_rows
+from pallas_kernels.attention.hopper_softmax import Total, finish, full
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
-from pallas_kernels.attention.hopper_walk import (
-    LANES,
-    Memory,
-    Total,
-    Turns,
-    copy_q,
-    drain,
-    fetch,
-    finish,
-    full,
-    q_scratch,
-    walk,
-)
+from pallas_kernels.attention.hopper_walk import LANES, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
 from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import CONSUMER_REGISTERS, MANY, PRODUCER_REGISTERS, Many
 

@@ -1,4 +1,4 @@
-"""Scores of one block on the tensor core, without zeros to start from: the first product overwrites.
+"""Scores of one block on the tensor core, without zeros to start from: the first product overwrites. And their mask.
 
 An accumulator of Mosaic's begins as zeros that the warpgroup writes to its registers, while it has the tensor core and the
 others wait for it. The bits are the same, as are the instructions after the first.
@@ -6,14 +6,17 @@ others wait for it. The bits are the same, as are the instructions after the fir
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import mma_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from pallas_kernels import mosaic
 
@@ -91,3 +94,48 @@ def _multiply(registers: list, a, b, n: int, one):
         has_side_effects=True,
     )
     return [llvm.extractvalue(one, out, [i]) for i in range(count)]
+
+
+def hide(s_MB, G: int, ahead):
+    """Scores, -inf where the key comes after the row; ahead: position of the first row's token less that of the first key."""
+    if mosaic.interpreting():
+        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s_MB.shape, layout=plgpu.Layout.WGMMA)
+        return jnp.where(iota(1) <= lax.div(iota(0), G) + ahead, s_MB, -jnp.inf)
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
+        return_type=plgpu.ShapeDtypeStruct(s_MB.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
+    )
+    def emit(_, s, ahead):
+        i32 = ir.IntegerType.get_signless(32)
+
+        def const(value):
+            return mgpu.c(value, i32)
+
+        thread = arith.remui(mgpu.utils.thread_idx(), const(128))
+        lane = arith.remui(thread, const(32))
+        row = arith.addi(arith.muli(arith.divui(thread, const(32)), const(16)), arith.divui(lane, const(4)))
+        ahead = arith.subi(ahead.registers.item(), arith.muli(arith.remui(lane, const(4)), const(2)))
+        # Opaque: what differs between a thread's elements stays an immediate of each comparison.
+        last = [
+            llvm.inline_asm(
+                i32,
+                [ahead, arith.divui(arith.addi(row, const(8 * i)), const(G))],
+                "add.s32 $0, $1, $2;",
+                "=r,r,r",
+                has_side_effects=True,
+            )
+            for i in (0, 1)
+        ]
+        never = mgpu.c(-float("inf"), ir.F32Type.get())
+        out = np.empty_like(s.registers)
+        for at, pair in np.ndenumerate(s.registers):  # at[1]: group of 8 columns, at[4]: of 8 rows
+            for e in range(2):
+                seen = arith.cmpi(arith.CmpIPredicate.sge, last[at[4]], const(8 * at[1] + e))
+                score = vector.extract(pair, dynamic_position=[], static_position=[e])
+                score = arith.select(seen, score, never)
+                pair = vector.insert(score, pair, dynamic_position=[], static_position=[e])
+            out[at] = pair
+        return mgpu.FragmentedArray(_registers=out, _layout=s.layout, _is_signed=None)
+
+    return emit(s_MB, ahead)

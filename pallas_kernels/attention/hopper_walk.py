@@ -1,8 +1,5 @@
-"""The walk of one warpgroup over KV blocks: all arithmetic of the op, shared by the kernels of many rows and of few.
-
-FlashAttention-2's online softmax in log2 units. A block whose keys a row does not see adds exact zeros to it and rescales
-by exactly 1, so blocks may be skipped or not.
-"""
+"""The walk of one warpgroup over KV blocks, shared by the kernels of many rows and of few: where blocks come from, who
+multiplies when, and in which order."""
 
 from __future__ import annotations
 
@@ -13,31 +10,19 @@ import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
 from pallas_kernels.attention import BLOCK, SPLIT, hopper_scores
+from pallas_kernels.attention.hopper_softmax import COLUMNS, Total, add, full, softmax
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape, Tile
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 
 PER_SPLIT = SPLIT // BLOCK
-COLUMNS = 8
-"""Columns of the running sum of P: the narrowest slice of a wgmma result."""
-ROW = mosaic.row_layout()
 LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 """Layouts as written here, not inferred."""
-
-
-class Total(NamedTuple):
-    """One or more splits, merged."""
-
-    m_M: jax.Array  # maximum
-    l_M: jax.Array  # sum of P
-    o_Md: jax.Array
 
 
 class State(NamedTuple):
@@ -53,99 +38,6 @@ class State(NamedTuple):
     def split(self) -> Total:
         """The open split, as one to merge."""
         return Total(self.m_M, self.l_M8.sum(axis=1), self.o_Md)
-
-
-def full(value, shape: tuple[int, ...], dtype=jnp.float32) -> jax.Array:
-    """An array of one value, in the layout of a wgmma result or of its rows."""
-    return plgpu.layout_cast(jnp.full(shape, value, dtype), plgpu.Layout.WGMMA if len(shape) == 2 else ROW)
-
-
-def hide(s_MB, G: int, ahead):
-    """Scores, -inf where the key comes after the row; ahead: position of the first row's token less that of the first key."""
-    if mosaic.interpreting():
-        iota = functools.partial(plgpu.broadcasted_iota, jnp.int32, s_MB.shape, layout=plgpu.Layout.WGMMA)
-        return jnp.where(iota(1) <= lax.div(iota(0), G) + ahead, s_MB, -jnp.inf)
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA, plgpu.Layout.WG_SPLAT(())),
-        return_type=plgpu.ShapeDtypeStruct(s_MB.shape, jnp.float32, layout=plgpu.Layout.WGMMA),
-    )
-    def emit(_, s, ahead):
-        i32 = ir.IntegerType.get_signless(32)
-
-        def const(value):
-            return mgpu.c(value, i32)
-
-        thread = arith.remui(mgpu.utils.thread_idx(), const(128))
-        lane = arith.remui(thread, const(32))
-        row = arith.addi(arith.muli(arith.divui(thread, const(32)), const(16)), arith.divui(lane, const(4)))
-        ahead = arith.subi(ahead.registers.item(), arith.muli(arith.remui(lane, const(4)), const(2)))
-        # Opaque: what differs between a thread's elements stays an immediate of each comparison.
-        last = [
-            llvm.inline_asm(
-                i32,
-                [ahead, arith.divui(arith.addi(row, const(8 * i)), const(G))],
-                "add.s32 $0, $1, $2;",
-                "=r,r,r",
-                has_side_effects=True,
-            )
-            for i in (0, 1)
-        ]
-        never = mgpu.c(-float("inf"), ir.F32Type.get())
-        out = np.empty_like(s.registers)
-        for at, pair in np.ndenumerate(s.registers):  # at[1]: group of 8 columns, at[4]: of 8 rows
-            for e in range(2):
-                seen = arith.cmpi(arith.CmpIPredicate.sge, last[at[4]], const(8 * at[1] + e))
-                score = vector.extract(pair, dynamic_position=[], static_position=[e])
-                score = arith.select(seen, score, never)
-                pair = vector.insert(score, pair, dynamic_position=[], static_position=[e])
-            out[at] = pair
-        return mgpu.FragmentedArray(_registers=out, _layout=s.layout, _is_signed=None)
-
-    return emit(s_MB, ahead)
-
-
-def softmax(s_MB, m_M, l_M8, scale: float):
-    """(m, alpha, l, P in fp32) after a block of scores.
-
-    P = 2**(score * scale - m) by one fma and one ex2. The largest P of a row is 1 but for the rounding of m, so that it is
-    exact in bf16, where the product with V takes it. The sum takes P before that rounding, 8 columns at a time from the left.
-    """
-    top_M = mosaic.mul(s_MB.max(axis=1), scale, ROW)
-    new_M = jnp.maximum(m_M, top_M)
-    alpha_M = mosaic.exp2(m_M - new_M, ROW)
-    p_MB = mosaic.exp2(mosaic.fma(s_MB, scale, mosaic.rows(-new_M, s_MB.shape)))
-    l_M8 = mosaic.fma(l_M8, mosaic.rows(alpha_M, l_M8.shape), p_MB[:, :COLUMNS])
-    for i in range(COLUMNS, BLOCK, COLUMNS):
-        l_M8 = l_M8 + p_MB[:, i : i + COLUMNS]
-    return new_M, alpha_M, l_M8, p_MB
-
-
-def add(total: Total, part: Total) -> Total:
-    """Two runs of splits, lower positions first. One without keys, whose O is zero, leaves the other's bits (but for the sign
-    of a zero, which `finish` takes away)."""
-    some_M = part.l_M != 0
-    m_M = jnp.where(some_M, jnp.maximum(total.m_M, part.m_M), total.m_M)
-    a_M = mosaic.exp2(total.m_M - m_M, ROW)
-    b_M = jnp.where(some_M, mosaic.exp2(part.m_M - m_M, ROW), 0.0)
-    l_M = mosaic.fma(total.l_M, a_M, mosaic.mul(part.l_M, b_M, ROW), ROW)
-    wide = functools.partial(mosaic.rows, shape=part.o_Md.shape)
-    return Total(m_M, l_M, mosaic.fma(total.o_Md, wide(a_M), mosaic.mul(part.o_Md, wide(b_M))))
-
-
-def merge(total: Total, part: Total) -> Total:
-    """`add`, where O of a part without keys may hold anything."""
-    some_Md = mosaic.rows(part.l_M, part.o_Md.shape) != 0
-    return add(total, part._replace(o_Md=jnp.where(some_Md, part.o_Md, 0)))
-
-
-def finish(total: Total):
-    """(O in bf16, without a minus zero; log-sum-exp in log2 units); zeros for a row that sees no key."""
-    some_M = total.l_M > 0
-    inverse_M = jnp.where(some_M, mosaic.div(1.0, total.l_M, ROW), 0.0)
-    lse_M = jnp.where(some_M, total.m_M + mosaic.log2(total.l_M, ROW), 0.0)
-    o_Md = mosaic.fma(total.o_Md, mosaic.rows(inverse_M, total.o_Md.shape), 0.0)
-    return o_Md.astype(jnp.bfloat16), lse_M
 
 
 class Memory(NamedTuple):
@@ -407,7 +299,7 @@ def walk(
             l_M8 = jnp.where(new_split, full(0, (ROWS, COLUMNS)), l_M8)
 
         def soft(s_MB):
-            return softmax(hide(s_MB, shape.G, ahead(b)) if masked else s_MB, m_M, l_M8, scale)
+            return softmax(hopper_scores.hide(s_MB, shape.G, ahead(b)) if masked else s_MB, m_M, l_M8, scale)
 
         def together(o_acc):
             o_acc[...] = state.o_Md
@@ -475,7 +367,7 @@ def walk(
 
     s_MB = first_scores()
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
-    s_MB = lax.cond(ahead(first) >= BLOCK - 1, lambda: s_MB, lambda: hide(s_MB, shape.G, ahead(first)))
+    s_MB = lax.cond(ahead(first) >= BLOCK - 1, lambda: s_MB, lambda: hopper_scores.hide(s_MB, shape.G, ahead(first)))
     never_M = full(NEVER, (ROWS,))
     m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale)
     state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), full(0, (ROWS, d)), never_M, full(0, (ROWS,)))
