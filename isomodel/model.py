@@ -233,9 +233,9 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
     )
     attention_work = _attention_work(cfg, numerics, batch, kv.page_size)
 
-    def layer(carry, weights):
+    def layer(carry, step):
         x_TD, residual_TD, pages = carry
-        index, masters_of_layer = weights
+        index, masters_of_layer = step
         weights = _layer_weights(params, masters_of_layer, index)
         pages_of_layer, page_stack = (None, index) if inference else (kv, None)
         ctx = LayerContext(cfg, numerics, batch, rotations_T2h, pages_of_layer, attention_work, page_stack)
@@ -247,9 +247,9 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed", impl=numerics.impl))
         # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
-        of_layers = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
-        weights = jnp.arange(cfg.num_layers), of_layers
-        (x_TD, residual_TD, pages), of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, weights)
+        stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
+        steps = jnp.arange(cfg.num_layers), stacked_masters
+        (x_TD, residual_TD, pages), of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, steps)
         seen.update(of_layers)
         hidden_TD, _ = rms_norm.add_rms_norm(
             x_TD, residual_TD, top("final_norm"), eps=cfg.rms_norm_eps, region="final_norm", impl=numerics.impl

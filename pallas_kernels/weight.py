@@ -49,6 +49,17 @@ class Weight:
         return self.slice() if self.master is None else self.master.astype(self.dtype)
 
 
+def of_backward(value: jax.Array, layer: jax.Array | None, to_master: bool) -> jax.Array:
+    """One layer's array for an op's backward.
+
+    Raises:
+      NotImplementedError: the gradient would go to a stack: it has a layer's shape and no master to go to.
+    """
+    if layer is not None and not to_master:
+        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
+    return Weight(value, layer).slice()
+
+
 def as_weight(w: Weight | jax.Array) -> Weight:
     """Wraps a plain array; a Weight passes through."""
     return w if isinstance(w, Weight) else Weight(w)

@@ -58,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     same = [str(folder), "--numerics", args.numerics, "--backend", args.backend, "--dtype", args.dtype]
     if args.random_weights is not None:
         same += ["--random-weights", str(args.random_weights)]
-    command = gates.second_process([*same, "--tokens", str(args.tokens)])
+    command = gates.digest_command([*same, "--tokens", str(args.tokens)])
     results = list(run_gates(subject, command, lambda r, s: print(f"{_mark(r)} {r.gate} ({s:.0f} s)", file=sys.stderr)))
     print_table(results, rich.console.Console())
     if args.json:

@@ -313,6 +313,6 @@ ALL: tuple[Gate, ...] = (
 """Gates that need this process alone; `fresh_process` needs another as well."""
 
 
-def second_process(argv: list[str]) -> list[str]:
+def digest_command(argv: list[str]) -> list[str]:
     """Command of a process that prints the digest of the same model."""
     return [sys.executable, "-m", "isomodel.cli", "verify", *argv, "--digest"]

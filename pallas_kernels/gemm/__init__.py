@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import registry
-from pallas_kernels.weight import Weight, as_weight
+from pallas_kernels.weight import Weight, as_weight, of_backward
 
 MAX_LEAVES = 8
 LEAF_MULTIPLE = 64
@@ -98,9 +98,7 @@ def _iso_bwd(impl, leaves, parallel, out_dtype, saved, dy_TN):
     """dX = dY W and dW = dY^T X: library dots with fp32 accumulation. They need no fixed order, only the same each run."""
     del leaves, parallel, out_dtype
     x, value, layer, to_master = saved
-    if layer is not None and not to_master:
-        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
-    w = Weight(value, layer).slice()
+    w = of_backward(value, layer, to_master)
     x_TK = x.reshape(x.shape[0], -1)
     w_NK = w.reshape(-1, x_TK.shape[1])
     dy_TN = dy_TN.astype(x.dtype)

@@ -60,7 +60,7 @@ def gemm(
     if x_TK.dtype != jnp.bfloat16 or value.dtype != jnp.bfloat16:
         raise registry.Unsupported(f"Hopper GEMM multiplies bfloat16, got {x_TK.dtype} and {value.dtype}; {registry.USE_BF16}")
     if out_dtype not in (jnp.bfloat16, jnp.float32):
-        raise registry.Unsupported(f"Hopper GEMM rounds to bfloat16 or float32, not {out_dtype}")
+        raise registry.Unsupported(f"Hopper GEMM rounds to bfloat16 or float32, not {out_dtype}: ask for one of them as out_dtype")
     if K % (hopper_large.STEP * leaves) or N % 8 or width % 8:
         raise registry.Unsupported(
             f"Hopper GEMM needs K in {leaves} leaves of a multiple of {hopper_large.STEP} and N a multiple of 8, got K={K}, N={N}; {registry.USE_CPU}"

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import registry
-from pallas_kernels.weight import Weight, as_weight
+from pallas_kernels.weight import Weight, as_weight, of_backward
 
 
 @functools.lru_cache(maxsize=8)
@@ -121,9 +121,7 @@ def _iso_fwd(impl, eps, qkv_TKgd, cos_sin_T2h, values, layers, masters):
 
 def _iso_bwd(impl, eps, saved, grads):
     qkv_TKgd, cos_sin_T2h, values, layers, to_master = saved
-    if any(layer is not None and not m for layer, m in zip(layers, to_master, strict=True)):
-        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
-    norms = tuple(w.slice() for w in map(Weight, values, layers))
+    norms = tuple(map(of_backward, values, layers, to_master))
     module = registry.implementation("qk_norm_rope", impl)
     dqkv_TKgd, dnorms = module.backward(qkv_TKgd, cos_sin_T2h, norms, grads, eps)
     values = tuple(None if m else g.astype(w.dtype) for g, w, m in zip(dnorms, norms, to_master, strict=True))

@@ -12,7 +12,7 @@ import functools
 import jax
 
 from pallas_kernels import registry
-from pallas_kernels.weight import Weight, as_weight
+from pallas_kernels.weight import Weight, as_weight, of_backward
 
 
 def rms_norm(x_TD: jax.Array, w_D: Weight | jax.Array, *, eps: float, region: str, impl: str) -> jax.Array:
@@ -68,9 +68,8 @@ def _iso_fwd(impl, eps, x_TD, residual_TD, value, layer, master_D):
 
 def _iso_bwd(impl, eps, saved, grads):
     h_TD, value, layer, has_residual, to_master = saved
-    if layer is not None and not to_master:
-        raise NotImplementedError("no gradient to a stack of weights: give a master of one layer, or one layer's slice")
-    dx_TD, dw_D = registry.implementation("rms_norm", impl).backward(h_TD, Weight(value, layer).slice(), *grads, eps)
+    w_D = of_backward(value, layer, to_master)
+    dx_TD, dw_D = registry.implementation("rms_norm", impl).backward(h_TD, w_D, *grads, eps)
     dw = (None, None, dw_D) if to_master else (dw_D.astype(value.dtype), None, None)
     return (dx_TD, dx_TD if has_residual else None, *dw)
 

@@ -96,6 +96,4 @@ def silu_mul(gate_up_TN: jax.Array) -> jax.Array:
     return _call(gate_up_TN, plan=schedule(T, N // 2))
 
 
-def backward(gate_up_TN: jax.Array, dy_TF: jax.Array) -> jax.Array:
-    """Gradient of gate_up, [T, 2 F]."""
-    return hopper_backward.backward(gate_up_TN, dy_TF)
+backward = hopper_backward.backward

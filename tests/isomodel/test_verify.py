@@ -112,7 +112,7 @@ def test_a_second_process_ends_with_the_gates_that_fail():
 
 def test_a_failed_gate_gives_exit_code_1(folder, monkeypatch, capsys):
     monkeypatch.setattr(gates, "ALL", (lambda subject: GateResult("x", "y", 5, 1, 0.1, "one bit"),))
-    monkeypatch.setattr(gates, "second_process", lambda argv: None)
+    monkeypatch.setattr(gates, "digest_command", lambda argv: None)
     assert cli.main(["verify", str(folder)]) == 1
     assert "1 gates: 0 passed, 1 failed" in capsys.readouterr().out
 
