@@ -17,6 +17,7 @@ from pallas_kernels import registry
 BLOCK = 128
 SPLIT = 2048
 Work = tuple[jax.Array, ...]
+"""What `work_list` gives: int32 arrays whose meaning is the implementation's own."""
 
 
 def attention(
@@ -82,8 +83,6 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str)
       registry.Unsupported: no such implementation.
     """
     module = registry.implementation("attention", impl)
-    if impl != "hopper":
-        return None
     return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, _whole_blocks(page_table_SP, k_pages.shape[-3]))
 
 

@@ -23,6 +23,10 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
     return {"implementation": "native", "round": str(dtype), "order": "XLA's choice"}
 
 
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> None:
+    """None: the library takes lengths as they are."""
+
+
 def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer):
     """[T, H, d]. Training (layer is None): cuDNN, of whole sequences, on a GPU; else padded sequences, or all rows over all
     pages where that is less work. Inference: each row over its sequence's pages."""
