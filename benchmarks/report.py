@@ -11,6 +11,7 @@ import datetime
 import importlib.metadata
 import json
 import operator
+import os
 import pathlib
 import platform
 import re
@@ -97,9 +98,11 @@ class Result:
 
 
 def this_machine() -> str:
-    """What this runs on, for `Result.gpu`."""
+    """What this runs on, for `Result.gpu`; of the GPUs of the machine those that the process may use."""
     try:
         query = ["nvidia-smi", "--query-gpu=name", "--format=csv,noheader"]
+        if visible := os.environ.get("CUDA_VISIBLE_DEVICES"):
+            query += ["-i", visible]
         names = subprocess.run(query, capture_output=True, text=True, check=True).stdout.split("\n")
         if names[0].strip():
             return f"{sum(map(bool, names))} x {names[0].strip()}"
@@ -139,10 +142,31 @@ def record(path: pathlib.Path = RESULTS, **fields) -> Result:
         "commit": head(),
         "date": datetime.date.today().isoformat(),
     }
-    result = _result(here | fields)
-    with open(path, "a") as file:
-        file.write(json.dumps(dataclasses.asdict(result)) + "\n")
+    (result,) = record_all([here | fields], path)
     return result
+
+
+def record_all(rows: list[dict], path: pathlib.Path = RESULTS) -> list[Result]:
+    """Appends measurements, all of them or, where one cannot be used, none.
+
+    Args:
+      rows: Result's fields, of each.
+      path: the file.
+
+    Raises:
+      ResultsError: what is missing or wrong, of every row at once.
+    """
+    results, faults = [], []
+    for fields in rows:
+        try:
+            results.append(_result(fields))
+        except ResultsError as e:
+            faults.append(str(e))
+    if faults:
+        raise ResultsError("\n".join(faults))
+    with open(path, "a") as file:
+        file.writelines(json.dumps(dataclasses.asdict(result)) + "\n" for result in results)
+    return results
 
 
 def _result(fields: dict) -> Result:

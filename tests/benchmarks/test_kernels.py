@@ -27,8 +27,8 @@ def measured(tmp_path, *rows) -> str:
 @pytest.fixture(autouse=True)
 def results(tmp_path, monkeypatch):
     path = tmp_path / "results.jsonl"
-    original = report.record
-    monkeypatch.setattr(report, "record", lambda **fields: original(path, **fields))
+    original = report.record_all
+    monkeypatch.setattr(report, "record_all", lambda rows: original(rows, path))
     return path
 
 
@@ -41,7 +41,8 @@ def test_rows_are_entered_with_the_facts_of_the_machine_that_measured(tmp_path, 
 
 def test_a_missed_target_needs_its_reason(tmp_path, results, monkeypatch):
     with pytest.raises(report.ResultsError, match="misses its target <= 1 and gives no reason"):
-        kernels.main(["--record", measured(tmp_path, ROW)])
+        kernels.main(["--record", measured(tmp_path, ROW | {"id": "y", "ours": 0.5}, ROW)])
+    assert not results.exists(), "half of a file was entered"
     monkeypatch.setitem(kernels.REASONS, "x", "two passes")
     assert kernels.main(["--record", measured(tmp_path, ROW)]) == 0
     (result,) = report.load(results)
