@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import concurrent.futures
 import contextlib
 import functools
 import json
@@ -10,6 +11,7 @@ import os
 import sys
 import time
 
+import jax
 import rich.console
 import rich.table
 
@@ -32,6 +34,13 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument(
         "--random-weights", type=int, metavar="SEED", help="random weights: MODEL needs no more than a config.json"
     )
+    parser.add_argument(
+        "--jobs",
+        type=int,
+        default=0,
+        metavar="N",
+        help="gates side by side (default: half the cores with a GPU, 1 without)",
+    )
     parser.add_argument("--json", metavar="FILE", help="write the results there too")
     parser.add_argument("--digest", action="store_true", help="only print a hash of what the model samples here")
     parser.set_defaults(run=run)
@@ -45,6 +54,8 @@ def run(args: argparse.Namespace) -> int:
     numerics.impl  # noqa: B018  (refuses a backend that cannot serve before anything is loaded)
     if args.tokens < 2:
         raise ValueError(f"--tokens {args.tokens}: a gate needs at least 2 sampled tokens")
+    if args.jobs < 0:
+        raise ValueError(f"--jobs {args.jobs}: give 1 or more, or 0 for the default")
     folder = fetch.resolve(args.model)
     cfg = ModelConfig.load(folder)
     if args.random_weights is None:
@@ -59,7 +70,8 @@ def run(args: argparse.Namespace) -> int:
     if args.random_weights is not None:
         same += ["--random-weights", str(args.random_weights)]
     command = gates.digest_command([*same, "--tokens", str(args.tokens)])
-    results = list(run_gates(subject, command, lambda r, s: print(f"{_mark(r)} {r.gate} ({s:.0f} s)", file=sys.stderr)))
+    done = lambda r, s: print(f"{_mark(r)} {r.gate} ({s:.0f} s)", file=sys.stderr)  # noqa: E731
+    results = list(run_gates(subject, command, done, jobs=args.jobs or _default_jobs()))
     print_table(results, rich.console.Console())
     if args.json:
         with open(args.json, "w", encoding="utf-8") as f:
@@ -67,17 +79,32 @@ def run(args: argparse.Namespace) -> int:
     return int(not all(r.passed for r in results))
 
 
-def run_gates(subject: Subject, command: list[str] | None = None, done=lambda result, seconds: None):
-    """Yields each gate's result; `done` is called with it and its seconds. Without `command`, no second process."""
+def _default_jobs() -> int:
+    """Programs for a GPU compile on a core each; those for a CPU compile, and run, on all of them."""
+    return 1 if jax.default_backend() == "cpu" else max(1, (os.cpu_count() or 1) // 2)
+
+
+def run_gates(subject: Subject, command: list[str] | None = None, done=lambda result, seconds: None, jobs: int = 1):
+    """Yields each gate's result in the gates' order; `done` is called with it and its seconds.
+
+    Args:
+      command: of the second process (`gates.digest_command`); None: no such gate.
+      jobs: gates that run side by side: most of their time goes to compiling, each its own programs.
+    """
+
+    def run(gate) -> tuple[GateResult, float]:
+        start = time.perf_counter()
+        return gate(), time.perf_counter() - start
+
     with gates.SecondProcess(command) if command else contextlib.nullcontext() as second:
-        run_one = [functools.partial(gate, subject) for gate in gates.ALL]
+        todo = [functools.partial(gate, subject) for gate in gates.ALL]
         if second:
-            run_one.append(functools.partial(gates.fresh_process, subject, second))
-        for gate in run_one:
-            start = time.perf_counter()
-            result = gate()
-            done(result, time.perf_counter() - start)
-            yield result
+            todo.append(functools.partial(gates.fresh_process, subject, second))
+        subject.alone  # noqa: B018  (computed once, before threads ask for it)
+        with concurrent.futures.ThreadPoolExecutor(jobs) as pool:
+            for result, seconds in pool.map(run, todo):
+                done(result, seconds)
+                yield result
 
 
 def _mark(result: GateResult) -> str:

@@ -81,6 +81,28 @@ class Tally:
         return GateResult(gate, regime, self.compared, self.differing, self.max_abs, hazard, fired)
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _score(cfg: ModelConfig, numerics: Numerics, num_pages: int, mode: str, params, batch, targets_T, inv_temp_T):
+    """Log-probabilities [T], and but for "score" a number that needs their gradient. One program for every Subject of a model."""
+
+    def logprobs(masters, remat):
+        pages = TrainPages(num_pages, PAGE_SIZE)
+        hidden_TD, _ = model.forward(cfg, numerics, params, batch, pages, masters=masters, remat=remat)
+        return model.logprobs(cfg, numerics, params, hidden_TD, targets_T, inv_temp_T, masters=masters)
+
+    if mode == "score":
+        return logprobs(None, False)
+    masters = {name: w.astype(jnp.float32) for name, w in params.items()}
+
+    def loss(masters):
+        values = logprobs(masters, mode == "remat")
+        return values.mean(), values
+
+    # The gradient is returned, so that the backward pass really shapes the program.
+    (_, values), grads = jax.value_and_grad(loss, has_aux=True)(masters)
+    return values, sum(jnp.sum(jnp.abs(g)) for g in grads.values())
+
+
 class Subject:
     """A model, prompts around the block edges with sampling parameters, and their completions alone: what every gate
     compares with.
@@ -129,33 +151,6 @@ class Subject:
         engine = self.engine()
         return [engine.generate([p], [s])[0] for p, s in zip(self.prompts, self.sampling, strict=True)]
 
-    @functools.cached_property
-    def _score(self):
-        @functools.partial(jax.jit, static_argnums=(0, 1))
-        def score(num_pages, mode, params, batch, targets_T, inv_temp_T):
-            def logprobs(masters, remat):
-                hidden_TD, _ = model.forward(
-                    self.cfg, self.numerics, params, batch, TrainPages(num_pages, PAGE_SIZE),
-                    masters=masters, remat=remat,
-                )  # fmt: skip
-                return model.logprobs(
-                    self.cfg, self.numerics, params, hidden_TD, targets_T, inv_temp_T, masters=masters
-                )
-
-            if mode == "score":
-                return logprobs(None, False)
-            masters = {name: w.astype(jnp.float32) for name, w in params.items()}
-
-            def loss(masters):
-                values = logprobs(masters, mode == "remat")
-                return values.mean(), values
-
-            # The gradient is returned, so that the backward pass really shapes the program.
-            (_, values), grads = jax.value_and_grad(loss, has_aux=True)(masters)
-            return values, sum(jnp.sum(jnp.abs(g)) for g in grads.values())
-
-        return score
-
     def score(self, completions: Sequence[Completion], mode: str, order: Sequence[int] | None = None):
         """Log-probabilities of sampled tokens by the trainer's forward, one array a completion.
 
@@ -179,7 +174,7 @@ class Subject:
             num_pages = 2 if order is None else 2 * len(group)
             batch = make_batch(rows, PAGE_SIZE, T=T, S=len(group), P=2)
             pad = lambda parts: np.pad(np.concatenate(parts), (0, T - total), constant_values=1)  # noqa: B023, E731
-            out = self._score(num_pages, mode, self.params, batch, pad(targets), pad(inv_temps))
+            out = _score(self.cfg, self.numerics, num_pages, mode, self.params, batch, pad(targets), pad(inv_temps))
             values = np.asarray(out if mode == "score" else out[0])
             for i, start in zip(group, np.cumsum([0, *map(len, targets)]), strict=False):
                 first = start + len(completions[i].prompt_ids) - 1

@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 
 def test_every_gate_passes_and_the_exit_code_is_0(folder, tmp_path, capsys):
-    assert cli.main(["verify", str(folder), "--tokens", "8", "--json", str(tmp_path / "out.json")]) == 0
+    assert cli.main(["verify", str(folder), "--tokens", "8", "--jobs", "3", "--json", str(tmp_path / "out.json")]) == 0
     results = json.loads((tmp_path / "out.json").read_text())
     assert [r["gate"].split()[0] for r in results] == "1 2 2 3 4 5 5 6 6 7 9 10 control 8".split()
     assert all(r["passed"] and r["compared"] > 0 and r["differing"] == 0 for r in results)
@@ -139,6 +139,7 @@ def test_tally_compares_bits_and_fails_closed():
 
 def test_bad_usage(folder):
     assert cli.main(["verify", str(folder), "--tokens", "1"]) == 2
+    assert cli.main(["verify", str(folder), "--jobs", "-1"]) == 2
     short = dataclasses.replace(tiny.CONFIG, max_positions=100)
     with pytest.raises(ValueError, match="positions"):
         Subject(short, tiny.BF16, tiny.params())
