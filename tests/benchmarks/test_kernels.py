@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fcntl
+import functools
 import json
 
 import jax
@@ -11,11 +12,20 @@ import pytest
 
 from benchmarks import report
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import constants, separate, timing
+from benchmarks.kernels import constants, separate, timing, tune_rows
 from pallas_kernels.attention import hopper_decode, hopper_softmax, hopper_walk
 
 FACTS = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc", "date": "2026-11-30"}
-ROW = {"id": "x", "work": "w", "metric": "us", "ours": 2.0, "baseline": 1.0, "baseline_name": "b", "target": "<= 1", "command": "c"}
+ROW = {
+    "id": "x",
+    "work": "w",
+    "metric": "us",
+    "ours": 2.0,
+    "baseline": 1.0,
+    "baseline_name": "b",
+    "target": "<= 1",
+    "command": "c",
+}
 
 
 def measured(tmp_path, *rows) -> str:
@@ -35,7 +45,13 @@ def results(tmp_path, monkeypatch):
 def test_rows_are_entered_with_the_facts_of_the_machine_that_measured(tmp_path, results, capsys):
     assert kernels.main(["--record", measured(tmp_path, ROW | {"ours": 0.5})]) == 0
     (result,) = report.load(results)
-    assert (result.area, result.gpu, result.commit, result.ratio, result.met) == ("kernels", "1 x NVIDIA H200", "abc", 0.5, True)
+    assert (result.area, result.gpu, result.commit, result.ratio, result.met) == (
+        "kernels",
+        "1 x NVIDIA H200",
+        "abc",
+        0.5,
+        True,
+    )
     assert "1 rows entered; failed: stack" in capsys.readouterr().out
 
 
@@ -124,3 +140,29 @@ def test_constants_are_put_back():
         assert values() == (16, 64, 64, 1024)
         raise RuntimeError
     assert values() == chosen
+
+
+def test_the_row_kernels_that_are_tuned_lower_for_a_gpu(monkeypatch):
+    monkeypatch.setattr(tune_rows, "make", lambda seed, *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16))
+    names = []
+    for work in (tune_rows.norms, tune_rows.ropes, tune_rows.silus):
+        for name, call, args, picked, plans in work():
+            names.append(name)
+            if name.startswith(("norm 256x4096", "rope 256x8x6x128", "silu 256x2x3072")):
+                run = jax.jit(functools.partial(call, plan=picked))
+                assert "mosaic_gpu" in run.trace(*args).lower(lowering_platforms=("cuda",)).as_text()
+                assert len(plans) > 5
+    assert len(names) == len(set(names)) == 2 * (4 * 3 + 3 * 2 + 2 * 2)
+
+
+def test_a_schedule_with_other_bits_is_refused(monkeypatch, capsys):
+    x = jnp.ones(8, jnp.bfloat16)
+    work = lambda: [("silu 1", lambda x, plan: x * plan, (x,), 1, [1, bad])]  # noqa: E731
+    monkeypatch.setattr(tune_rows, "silus", work)
+    monkeypatch.setattr(tune_rows.timing, "kernel_us", lambda run, *args, iterations: 2.0)
+    bad = 1
+    tune_rows.main(["silu"])
+    assert "no schedule was faster" in capsys.readouterr().out
+    bad = 2
+    with pytest.raises(SystemExit, match="schedule 2 has other bits"):
+        tune_rows.main(["silu"])
