@@ -24,6 +24,7 @@ COMMANDS = {
     "convert": ("isomodel.convert", "make a Hugging Face folder from a GGUF file or another folder"),
     "contract": ("isomodel.contract.cli", "what reaches the bits of a model here, as data: show, diff"),
     "verify": ("isomodel.verify", "run the bit gates on a model; exit 1 on any differing bit"),
+    "bench": ("isomodel.bench", "measure speed: rollouts, beside vLLM's"),
 }
 """Command -> (module with its `add_commands`, help)."""
 

@@ -1,0 +1,100 @@
+"""The arm of a benchmark that is this project's engine: in a process of its own, under its numerics' XLA flags."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from isomodel import specs, weights
+from isomodel.bench.work import Work
+from isomodel.config import ModelConfig
+from isomodel.numerics import Numerics
+from isomodel.rollout import Engine, EngineConfig, SamplingParams
+
+COPY_BYTES = 2**31
+
+
+def run(folder: str, random_weights: bool, work: Work, repeats: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Measures the work on one engine.
+
+    Args:
+      folder: of the model; with random_weights no more than its config.json is read.
+      work: what to run.
+      repeats: measured runs, after one that is not.
+      options: `mode` of numerics ("iso"), `backend` ("auto"), and EngineConfig's fields where they are to differ.
+
+    Returns:
+      {"tokens": sampled in a run, "seconds": [of each run], "ttft_s": [from one request to its first token],
+       "start_s": to load and compile, "peak_gb", "copy_tb_per_s", "stats": EngineStats of the whole}.
+    """
+    options = dict(options)
+    numerics = Numerics(options.pop("mode", "iso"), options.pop("backend", "auto"))
+    start = time.perf_counter()
+    cfg = ModelConfig.load(folder)
+    params = (
+        jax.jit(lambda: specs.init_params(cfg, 0, numerics.dtype))()
+        if random_weights
+        else weights.load(folder, cfg, numerics.compute_dtype)
+    )
+    size = options.get("page_size", 16)
+    config = dict(
+        max_seqs=work.sequences,
+        max_model_len=work.length,
+        num_pages=work.sequences * -(-work.length // size),
+        page_size=size,
+        prompt_logprobs=False,
+    )
+    engine = Engine(cfg, params, numerics, EngineConfig(**config | options))
+    started = time.perf_counter() - start
+    sampling = SamplingParams(
+        n=work.samples,
+        max_tokens=work.max_tokens,
+        temperature=work.temperature,
+        logprobs=work.logprobs,
+        ignore_eos=True,
+    )
+    seconds, first = [], []
+    for repeat in range(repeats + 1):
+        prompts = work.token_ids(cfg.vocab_size, repeat)  # new ones: the prefix cache must not serve a whole run
+        seconds.append(_timed(engine, prompts, sampling))
+        one = work.token_ids(cfg.vocab_size, repeats + 1 + repeat)[:1]
+        first.append(_timed(engine, one, SamplingParams(max_tokens=1, ignore_eos=True)))
+    stats = jax.devices()[0].memory_stats() or {}
+    return {
+        "tokens": work.sequences * work.max_tokens,
+        "seconds": seconds[1:],
+        "ttft_s": first[1:],
+        "start_s": started,
+        "peak_gb": stats.get("peak_bytes_in_use", 0) / 1e9,
+        "copy_tb_per_s": _copy_rate() / 1e12,
+        "stats": vars(engine.stats()),
+    }
+
+
+def _timed(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> float:
+    start = time.perf_counter()
+    completions = engine.generate(prompts, sampling)
+    seconds = time.perf_counter() - start
+    short = [c for c in completions if len(c.token_ids) != sampling.max_tokens]
+    if short:
+        raise RuntimeError(f"{len(short)} of {len(completions)} completions ended early: {short[0].finish_reason}")
+    return seconds
+
+
+def _copy_rate() -> float:
+    """Bytes a second of a large copy on the device, read and written."""
+    size = COPY_BYTES if jax.default_backend() != "cpu" else 2**24
+    x = jax.random.bits(jax.random.key(0), (size // 4,), jnp.uint32)
+    copy = jax.jit(lambda x: x ^ 1)
+    copy(x).block_until_ready()
+    times = []
+    for _ in range(5):
+        start = time.perf_counter()
+        for _ in range(5):
+            y = copy(x)
+        y.block_until_ready()
+        times.append((time.perf_counter() - start) / 5)
+    return 2 * x.nbytes / sorted(times)[len(times) // 2]
