@@ -1,14 +1,12 @@
 """GEMM of few tokens on layers of a stack, as decode runs it: each kernel's own time, a layer in a loop, what leaves would give.
 
-`python -m benchmarks.kernels.gemm_small` prints the rows; with `tune`, the time of every candidate for each bucket of
-pallas_kernels/gemm/hopper_small.py's TABLE, after a check that its bits are the canonical schedule's.
+`python -m benchmarks.kernels.gemm_small` prints the rows.
 """
 
 from __future__ import annotations
 
 import json
 import statistics
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +14,6 @@ from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.kernels import separate, timing
-from benchmarks.kernels.tune_gemm import BitsDiffer, wide
 from pallas_kernels.gemm import hopper
 from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
 
@@ -153,52 +150,5 @@ def leaves_rows() -> list[dict]:
     return found
 
 
-def candidates(T: int, leaves: int) -> list[Schedule]:
-    """Schedules worth a measurement at T tokens."""
-    tokens = max(8, 1 << (T - 1).bit_length())
-    found = [
-        Schedule(rows, width, k_tile, 20, split, join, programs)
-        for rows in (48, 64, 128, 192)
-        for width in {tokens, min(tokens, 128)}
-        for k_tile in (64, 128)
-        for split in ((1,) if leaves == 1 else (1, 2, 4, 8))
-        for join in ((1, 2) if tokens > width else (1,))
-        for programs in ((0, 132 // join) if split == 1 else (0,))
-    ]
-    return [s for s in found if s.rows * s.tokens <= 128 * 256]
-
-
-def check(schedule: Schedule, leaves: int) -> None:
-    """Raises BitsDiffer if an element differs from that of one plain schedule."""
-    T, plain = schedule.tokens * schedule.join, Schedule(64, 64, 64, 2)
-    x_TK, w_NK = wide(jax.random.key(0), T, 2048), wide(jax.random.key(1), 1096, 2048)
-    got, want = (
-        jax.jit(lambda x, w, s=s: small_gemm(x, w, None, leaves, jnp.float32, schedule=s))(x_TK, w_NK).view(jnp.int32)
-        for s in (schedule, plain)
-    )
-    if differ := int((got != want).sum()):
-        raise BitsDiffer(f"{schedule}, {leaves} leaves: {differ} of {got.size} elements differ")
-
-
-def tune() -> None:
-    """Prints the time of each candidate, the fastest first."""
-    for name, (N, K, leaves) in LAYER.items():
-        w_LNK = stack(LAYERS[name], N, K)
-        for T in (8, 16, 32, 64, 128, 256):
-            times = {}
-            for schedule in candidates(T, leaves):
-                try:
-                    check(schedule, leaves)
-                    times[schedule] = kernel_us(T, w_LNK, leaves, schedule)
-                except ValueError:  # shapes or shared memory that it does not fit
-                    continue
-            for schedule, us in sorted(times.items(), key=lambda item: item[1])[:5]:
-                print(f"{name} {T} tokens: {us:.1f} us {schedule}", flush=True)
-
-
 if __name__ == "__main__":
-    match sys.argv[1:]:
-        case ["tune"]:
-            tune()
-        case _:
-            print(json.dumps(rows(), indent=1))
+    print(json.dumps(rows(), indent=1))

@@ -83,54 +83,88 @@ class Schedule:
         return 0 if levels * self.tokens // 2 <= TREE_REGISTERS[self.warpgroups] else max(levels - 2, 0)
 
 
-_STAGES = {8: 10, 16: 9, 32: 8, 64: 6}
-"""Stages of k tiles of 128 that fit beside 64 weight rows, by tokens."""
-
 TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
-    **{
-        ("chain", tokens): (
-            *(((99, Schedule(48, tokens, 128, 12)),) if tokens == 8 else ()),
-            (132, Schedule(64, tokens, 128, stages)),
-            (264, Schedule(128, tokens, 64, 8)),
-            (396, Schedule(192, tokens, 64, 6)),
-            (0, Schedule(64, tokens, 64, 2 * stages, programs=132)),
-        )
-        for tokens, stages in _STAGES.items()
-    },
-    ("chain", 128): ((132, Schedule(64, 128, 64, 7)), (0, Schedule(64, 128, 64, 7, programs=132))),
-    ("chain", 256): (
-        (33, Schedule(64, 64, 128, 6)),
-        (66, Schedule(64, 128, 64, 7, join=2)),
-        (0, Schedule(128, 128, 64, 6, join=2, programs=66)),
+    ("chain", 8): (
+        (99, Schedule(rows=48, tokens=8, k_tile=128, stages=12)),
+        (132, Schedule(tokens=8, k_tile=128, stages=10)),
+        (264, Schedule(rows=128, tokens=8, stages=8)),
+        (396, Schedule(rows=192, tokens=8, stages=6)),
+        (0, Schedule(tokens=8, stages=20, programs=132)),
     ),
-    **{
-        ("tree", tokens): (
-            (12, Schedule(64, tokens, 128, stages, split=8)),
-            (28, Schedule(64, tokens, 128, stages, split=4)),
-            (66, Schedule(64, tokens, 128, stages, split=2)),
-            (132, Schedule(64, tokens, 128, stages)),
-            (0, Schedule(64, tokens, 128, stages, programs=132)),
-        )
-        for tokens, stages in _STAGES.items()
-    },
+    ("chain", 16): (
+        (132, Schedule(tokens=16, k_tile=128, stages=9)),
+        (264, Schedule(rows=128, tokens=16, stages=8)),
+        (396, Schedule(rows=192, tokens=16, stages=6)),
+        (0, Schedule(tokens=16, stages=18, programs=132)),
+    ),
+    ("chain", 32): (
+        (132, Schedule(tokens=32, k_tile=128, stages=8)),
+        (264, Schedule(rows=128, tokens=32, stages=8)),
+        (396, Schedule(rows=192, tokens=32, stages=6)),
+        (0, Schedule(tokens=32, stages=16, programs=132)),
+    ),
+    ("chain", 64): (
+        (132, Schedule(k_tile=128, stages=6)),
+        (264, Schedule(rows=128, stages=8)),
+        (396, Schedule(rows=192, stages=6)),
+        (0, Schedule(stages=12, programs=132)),
+    ),
+    ("chain", 128): (
+        (132, Schedule(tokens=128, stages=7)),
+        (0, Schedule(tokens=128, stages=7, programs=132)),
+    ),
+    ("chain", 256): (
+        (33, Schedule(k_tile=128, stages=6)),
+        (66, Schedule(tokens=128, stages=7, join=2)),
+        (0, Schedule(rows=128, tokens=128, stages=6, join=2, programs=66)),
+    ),
+    ("tree", 8): (
+        (12, Schedule(tokens=8, k_tile=128, stages=10, split=8)),
+        (28, Schedule(tokens=8, k_tile=128, stages=10, split=4)),
+        (66, Schedule(tokens=8, k_tile=128, stages=10, split=2)),
+        (132, Schedule(tokens=8, k_tile=128, stages=10)),
+        (0, Schedule(tokens=8, k_tile=128, stages=10, programs=132)),
+    ),
+    ("tree", 16): (
+        (12, Schedule(tokens=16, k_tile=128, stages=9, split=8)),
+        (28, Schedule(tokens=16, k_tile=128, stages=9, split=4)),
+        (66, Schedule(tokens=16, k_tile=128, stages=9, split=2)),
+        (132, Schedule(tokens=16, k_tile=128, stages=9)),
+        (0, Schedule(tokens=16, k_tile=128, stages=9, programs=132)),
+    ),
+    ("tree", 32): (
+        (12, Schedule(tokens=32, k_tile=128, stages=8, split=8)),
+        (28, Schedule(tokens=32, k_tile=128, stages=8, split=4)),
+        (66, Schedule(tokens=32, k_tile=128, stages=8, split=2)),
+        (132, Schedule(tokens=32, k_tile=128, stages=8)),
+        (0, Schedule(tokens=32, k_tile=128, stages=8, programs=132)),
+    ),
+    ("tree", 64): (
+        (12, Schedule(k_tile=128, stages=6, split=8)),
+        (28, Schedule(k_tile=128, stages=6, split=4)),
+        (66, Schedule(k_tile=128, stages=6, split=2)),
+        (132, Schedule(k_tile=128, stages=6)),
+        (0, Schedule(k_tile=128, stages=6, programs=132)),
+    ),
     ("tree", 128): (
-        (12, Schedule(64, 128, 64, 6, split=8)),
-        (28, Schedule(64, 128, 64, 6, split=4)),
-        (66, Schedule(64, 128, 64, 8, split=2)),
-        (132, Schedule(64, 128, 64, 5)),
-        (0, Schedule(64, 128, 64, 5, programs=132)),
+        (12, Schedule(tokens=128, stages=6, split=8)),
+        (28, Schedule(tokens=128, stages=6, split=4)),
+        (66, Schedule(tokens=128, stages=8, split=2)),
+        (132, Schedule(tokens=128, stages=5)),
+        (0, Schedule(tokens=128, stages=5, programs=132)),
     ),
     ("tree", 256): (
-        (14, Schedule(64, 128, 64, 6, split=4)),
-        (33, Schedule(64, 128, 64, 8, split=2)),
-        (66, Schedule(128, 128, 64, 5, split=2)),
-        (0, Schedule(64, 128, 64, 5, join=2, programs=66)),
+        (14, Schedule(tokens=128, stages=6, split=4)),
+        (33, Schedule(tokens=128, stages=8, split=2)),
+        (66, Schedule(rows=128, tokens=128, stages=5, split=2)),
+        (0, Schedule(tokens=128, stages=5, join=2, programs=66)),
     ),
 }
 """By order and tokens: numbers of 64-row tiles of the weight up to which a schedule serves (0: any), and the schedule.
 
 One wave of programs on 132 SMs where that is possible, and then as many loads in flight as fit. Clusters of 4 and 8 stay
 well below 132 programs: not every such cluster finds its SMs free side by side, and 128 programs took two waves.
+`python -m benchmarks.kernels.tune_gemm_small` measures the candidates on a GPU and rewrites this table.
 """
 
 
