@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from pallas_kernels import registry
 
 BLOCK = 128
+"""Positions that page tables are padded to: every KV block divides it, as every page does."""
 SPLIT = 2048
 Work = tuple[jax.Array, ...]
 """What `work_list` gives: int32 arrays whose meaning is the implementation's own."""
@@ -67,6 +68,12 @@ def attention(
     if impl == "native":
         return module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer)
     return _iso(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, layer, work)
+
+
+def kv_block(d: int) -> int:
+    """Positions of one KV block at head_dim d."""
+    del d
+    return BLOCK
 
 
 def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str) -> Work | None:

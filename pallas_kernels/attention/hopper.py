@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic, registry
-from pallas_kernels.attention import BLOCK, SPLIT, hopper_decode, hopper_forward
+from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, kv_block
 from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
 from pallas_kernels.attention.hopper_softmax import COLUMNS
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape
@@ -37,7 +37,7 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "operands": str(dtype),
         "accumulate": "float32",
         "instruction": f"wgmma, {ROWS} rows, K in order",
-        "block": BLOCK,
+        "block": kv_block(d),
         "split": SPLIT,
         "initial_maximum": NEVER,
         "maximum": "largest score * scale, rounded to nearest",

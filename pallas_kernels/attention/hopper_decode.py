@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import BLOCK, SPLIT, hopper_rows
+from pallas_kernels.attention import hopper_rows
 from pallas_kernels.attention.hopper_softmax import ROW, Total, finish, full, merge
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
-from pallas_kernels.attention.hopper_walk import LANES, PER_SPLIT, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
+from pallas_kernels.attention.hopper_walk import LANES, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
 from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import FEW, Few
 
@@ -26,12 +26,12 @@ AT_ONCE = 8
 """Splits whose parts the merge reads together."""
 
 
-def items(table_N5, splits: int):
+def items(table_N5, splits: int, per_split: int):
     """(int32 [N * splits, 7], count): the fields of a tile, and blocks [first, last) of one split; the largest first."""
     N = table_N5.shape[0]
     blocks_N, real_N = table_N5[:, 4], table_N5[:, 2] > 0
-    whole_N = blocks_N // PER_SPLIT
-    rest_N = blocks_N - whole_N * PER_SPLIT
+    whole_N = blocks_N // per_split
+    rest_N = blocks_N - whole_N * per_split
     some_N = real_N & ((rest_N > 0) | (blocks_N == 0))
     n_N = jnp.arange(N)
     whole_end_N = jnp.sum(jnp.where(n_N[None] <= n_N[:, None], whole_N[None], 0), axis=1)
@@ -41,17 +41,17 @@ def items(table_N5, splits: int):
     tile_M = jnp.minimum(jnp.sum(whole_end_N[None] <= i_M[:, None], axis=1), N - 1)
     tile_M = jnp.where(i_M < total, tile_M, by_rank_N[jnp.clip(i_M - total, 0, N - 1)])
     split_M = jnp.where(i_M < total, i_M - (whole_end_N - whole_N)[tile_M], whole_N[tile_M])
-    first_M = split_M * PER_SPLIT
-    last_M = jnp.minimum(first_M + PER_SPLIT, blocks_N[tile_M])
+    first_M = split_M * per_split
+    last_M = jnp.minimum(first_M + per_split, blocks_N[tile_M])
     fields = jnp.concatenate([table_N5[tile_M], jnp.stack([first_M, last_M], axis=1)], axis=1)
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
 def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape):
     """(`items` of at most P pages a sequence; int32 [1], how many are real; tiles of the merge, int32 [N, 5], and how many)."""
-    table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens)
-    items_M7, count = items(table_N5, -(-P * shape.page // SPLIT))
-    merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H))
+    table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens, shape.block)
+    items_M7, count = items(table_N5, -(-P * shape.page // shape.split), shape.per_split)
+    merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H), shape.block)
     return items_M7, count[None], merges_N5, merges[None]
 
 
@@ -62,7 +62,7 @@ def attention(
     T, H, d = q_THd.shape
     plan = schedule or FEW[d]
     pairs, slots = plan.pairs, plan.slots
-    splits = -(-table_SP.shape[1] * shape.page // SPLIT)
+    splits = -(-table_SP.shape[1] * shape.page // shape.split)
     items_M7, count, *merges = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape)
     M = items_M7.shape[0]
     operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count)
@@ -117,7 +117,7 @@ def attention(
                         copy(i + 1)
 
                 def write(total: Total):
-                    where = (lax.div(first, PER_SPLIT) * T + tile.token, head * shape.G, limit, shape.G)
+                    where = (lax.div(first, shape.per_split) * T + tile.token, head * shape.G, limit, shape.G)
                     if splits == 1:
                         o_Md, lse_M = finish(total)
                         hopper_rows.store(out_g[0], o_Md, *where)
@@ -156,8 +156,8 @@ def attention(
         scratch_types=dict(
             scratch=[
                 q_scratch(shape, pairs),
-                plgpu.SMEM((pairs, slots, BLOCK, d), jnp.bfloat16, transforms=mosaic.TILED),
-                plgpu.Barrier(num_arrivals=shape.pages, num_barriers=pairs * slots),
+                plgpu.SMEM((pairs, slots, shape.block, d), jnp.bfloat16, transforms=mosaic.TILED),
+                plgpu.Barrier(num_arrivals=shape.pieces, num_barriers=pairs * slots),
                 plgpu.Barrier(num_barriers=pairs * slots),
                 plgpu.Barrier(num_arrivals=d // 64, num_barriers=pairs),
             ]
@@ -168,16 +168,17 @@ def attention(
         thread_name="wg",
         compiler_params=LANES,
     )(*operands)
-    return tuple(results) if splits == 1 else merge_splits(*results, *merges, T)
+    return tuple(results) if splits == 1 else merge_splits(*results, *merges, shape, T)
 
 
-def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, T: int):
+def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, shape: Shape, T: int):
     """(o [T, H, d], log-sum-exp [T, H]): the splits of each row merged in order.
 
     Args:
       o_CRHw: fp32 [d / 32, splits * T, H, 32], O of token t and split s in row s * T + t.
       m_RH, l_RH: fp32 [splits * T, H].
       table_N5, count: int32 [N, 5] and [1], tiles of up to 64 / H tokens: a tile's rows are (token, query head), of all groups.
+      shape: static sizes.
       T: how many tokens there are.
     """
     C, _, H, w = o_CRHw.shape
@@ -192,7 +193,7 @@ def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, T: int):
             tile = Tile(*(tiles_g[n, j] for j in range(5)))
             head = block * heads
             limit = tile.tokens * jnp.minimum(H - head, heads)
-            last = lax.div(tile.blocks + (PER_SPLIT - 1), PER_SPLIT)
+            last = lax.div(tile.blocks + (shape.per_split - 1), shape.per_split)
             here = (tile.token, head, limit, heads)
             row_M = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=ROW)
             position_M = lax.div(row_M, heads) + tile.position
@@ -202,7 +203,7 @@ def merge_splits(o_CRHw, m_RH, l_RH, table_N5, count, T: int):
                 o_Mw = hopper_rows.load(o_pg.at[c], (ROWS, w), *there)
                 m_M, l_M = (hopper_rows.load(ref, (ROWS,), *there) for ref in (m_pg, l_pg))
                 # Rows that see nothing of a split may have been in tiles that did not compute it.
-                return Total(m_M, jnp.where(position_M >= split * SPLIT, l_M, 0), o_Mw)
+                return Total(m_M, jnp.where(position_M >= split * shape.split, l_M, 0), o_Mw)
 
             def some(i, total):
                 for p in [part(i * AT_ONCE + j) for j in range(AT_ONCE)]:

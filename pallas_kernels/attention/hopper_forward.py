@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import BLOCK, hopper_rows
+from pallas_kernels.attention import hopper_rows
 from pallas_kernels.attention.hopper_softmax import Total, finish, full
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
 from pallas_kernels.attention.hopper_walk import LANES, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
@@ -25,7 +25,7 @@ from pallas_kernels.attention.schedules import CONSUMER_REGISTERS, MANY, PRODUCE
 def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape, schedule: Many | None = None):
     """(int32 [N, 5], tiles of the rows, the largest first; int32 [1], how many are real). P is not needed."""
     del P
-    table_N5, count = tiles(q_start_S1, kv_len_S, T, (schedule or MANY[shape.d]).warpgroups * shape.tokens)
+    table_N5, count = tiles(q_start_S1, kv_len_S, T, (schedule or MANY[shape.d]).warpgroups * shape.tokens, shape.block)
     size_N = jnp.where(table_N5[:, 2] > 0, table_N5[:, 4], -1)  # those that do not exist come last
     return table_N5[descending(size_N)], count[None]
 
@@ -144,9 +144,9 @@ def attention(
         scratch_types=dict(
             scratch=[
                 q_scratch(shape, W),
-                plgpu.SMEM((slots, BLOCK, d), jnp.bfloat16, transforms=mosaic.TILED),
+                plgpu.SMEM((slots, shape.block, d), jnp.bfloat16, transforms=mosaic.TILED),
                 *park,
-                plgpu.Barrier(num_arrivals=shape.pages, num_barriers=slots),
+                plgpu.Barrier(num_arrivals=shape.pieces, num_barriers=slots),
                 plgpu.Barrier(num_arrivals=W, num_barriers=slots),
                 plgpu.Barrier(num_arrivals=d // 64, num_barriers=W),
                 plgpu.Barrier(num_barriers=W),

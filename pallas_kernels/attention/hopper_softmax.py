@@ -14,7 +14,6 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import BLOCK
 
 COLUMNS = 8
 """Columns of the running sum of P: the narrowest slice of a wgmma result."""
@@ -45,7 +44,7 @@ def softmax(s_MB, m_M, l_M8, scale: float):
     alpha_M = mosaic.exp2(m_M - new_M, ROW)
     p_MB = mosaic.exp2(mosaic.fma(s_MB, scale, mosaic.rows(-new_M, s_MB.shape)))
     l_M8 = mosaic.fma(l_M8, mosaic.rows(alpha_M, l_M8.shape), p_MB[:, :COLUMNS])
-    for i in range(COLUMNS, BLOCK, COLUMNS):
+    for i in range(COLUMNS, s_MB.shape[1], COLUMNS):
         l_M8 = l_M8 + p_MB[:, i : i + COLUMNS]
     return new_M, alpha_M, l_M8, p_MB
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import BLOCK
+from pallas_kernels.attention import SPLIT, kv_block
 
 ROWS = 64
 """Rows of one warpgroup, M of a wgmma: (token, query head of the group)."""
@@ -23,6 +23,8 @@ class Shape:
     K: int
     d: int
     page: int
+    other_block: int | None = None  # than the contract's
+    split: int = SPLIT
 
     @property
     def G(self) -> int:
@@ -35,9 +37,24 @@ class Shape:
         return ROWS // self.G
 
     @property
-    def pages(self) -> int:
-        """Pages of one KV block."""
-        return BLOCK // self.page
+    def block(self) -> int:
+        """Positions of one KV block."""
+        return self.other_block or kv_block(self.d)
+
+    @property
+    def per_split(self) -> int:
+        """KV blocks of one split."""
+        return self.split // self.block
+
+    @property
+    def piece(self) -> int:
+        """Positions of a KV block that lie together in memory."""
+        return min(self.page, self.block)
+
+    @property
+    def pieces(self) -> int:
+        """Of one KV block."""
+        return self.block // self.piece
 
 
 class Tile(NamedTuple):
@@ -50,10 +67,10 @@ class Tile(NamedTuple):
     blocks: jax.Array  # KV blocks that its last token needs
 
 
-def tiles(q_start_S1, kv_len_S, T: int, tokens: int):
+def tiles(q_start_S1, kv_len_S, T: int, tokens: int, block: int):
     """(int32 [N, 5], N tiles, one `Tile` a row; how many are real, int32).
 
-    Tiles of a sequence hold its tokens in order; rows past the last sequence are one more sequence, without keys.
+    Tiles of a sequence hold up to `tokens` tokens in order; rows past the last sequence are one more sequence, without keys.
     """
     S = kv_len_S.shape[0]
     N = min(T, T // tokens + S + 1)
@@ -68,7 +85,7 @@ def tiles(q_start_S1, kv_len_S, T: int, tokens: int):
     length_N = (end_S1 - start_S1)[s_N]
     tokens_N = jnp.clip(length_N - offset_N, 0, tokens)
     position_N = kv_len_S1[s_N] - length_N + offset_N
-    blocks_N = jnp.where(s_N < S, jnp.maximum(position_N + tokens_N + BLOCK - 1, 0) // BLOCK, 0)
+    blocks_N = jnp.where(s_N < S, jnp.maximum(position_N + tokens_N + block - 1, 0) // block, 0)
     fields = (s_N, start_S1[s_N] + offset_N, tokens_N, position_N, blocks_N)
     return jnp.stack(fields, axis=1).astype(jnp.int32), last_S1[-1].astype(jnp.int32)
 

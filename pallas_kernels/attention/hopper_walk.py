@@ -15,12 +15,11 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, vector
 
 from pallas_kernels import mosaic
-from pallas_kernels.attention import BLOCK, SPLIT, hopper_scores
+from pallas_kernels.attention import hopper_scores
 from pallas_kernels.attention.hopper_softmax import COLUMNS, Total, add, full, softmax
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape, Tile
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 
-PER_SPLIT = SPLIT // BLOCK
 LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 """Layouts as written here, not inferred."""
 
@@ -44,7 +43,7 @@ class Memory(NamedTuple):
     """Shared memory and barriers of one warpgroup's walk, and where its K and V blocks come from."""
 
     q_s: jax.Array  # [d / 64, 64, 64]
-    ring_s: jax.Array  # [slots, 128, d]: K and V blocks, in turn
+    ring_s: jax.Array  # [slots, block, d]: K and V blocks, in turn
     ready: jax.Array
     free: jax.Array
     barrier0: jax.Array | int = 0  # barriers of slot i are number barrier0 + i
@@ -57,8 +56,13 @@ class Memory(NamedTuple):
 def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int):
     """The producer's part of a walk: blocks [first, last) of a tile's sequence into the ring; returns the new count."""
 
-    def pages(b):
-        return tuple(table_g[tile.sequence, b * shape.pages + i] * shape.page + first_row for i in range(shape.pages))
+    def places(b):
+        """Where the pieces of block b begin."""
+        if shape.page > shape.block:
+            of_page = shape.page // shape.block
+            page = table_g[tile.sequence, lax.div(b, of_page)]
+            return (page * shape.page + lax.rem(b, of_page) * shape.block + first_row,)
+        return tuple(table_g[tile.sequence, b * shape.pieces + i] * shape.page + first_row for i in range(shape.pieces))
 
     def copy(source, rows, count):
         slot = lax.rem(count, slots)
@@ -69,23 +73,23 @@ def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, fir
 
         for i, row in enumerate(rows):
             plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(row, shape.page), pl.ds(head * shape.d, shape.d)],
-                memory.ring_s.at[slot, pl.ds(i * shape.page, shape.page)],
+                source.at[pl.ds(row, shape.piece), pl.ds(head * shape.d, shape.d)],
+                memory.ring_s.at[slot, pl.ds(i * shape.piece, shape.piece)],
                 memory.ready.at[memory.barrier0 + slot],
             )
         return count + 1
 
     def one_block(b, count):
-        rows = pages(b)
+        rows = places(b)
         return copy(v_g, rows, copy(k_g, rows, count))
 
     def keys_ahead(b, carry):
         count, before = carry
-        rows = pages(b)
+        rows = places(b)
         return copy(v_g, before, copy(k_g, rows, count)), rows
 
     def some():
-        rows = pages(first)
+        rows = places(first)
         after, rows = lax.fori_loop(first + 1, last, keys_ahead, (copy(k_g, rows, count), rows))
         return copy(v_g, rows, after)
 
@@ -217,7 +221,7 @@ class Scores:
         q = [memory.q_s.at[c] for c in chunks]
         k = [memory.ring_s.at[slot, :, pl.ds(64 * c, 64)] for c in chunks]
         if mosaic.interpreting():
-            self.acc = Plain((ROWS, BLOCK))
+            self.acc = Plain((ROWS, shape.block))
             for a, b in zip(q, k, strict=True):
                 multiply(self.acc, a, b, transposed=True)
         else:
@@ -233,7 +237,7 @@ class Scores:
 
 def clear_unwritten(shape: Shape, memory: Memory, slot, kv_len_in_block) -> None:
     """Zeros in V's rows past the sequence: P is zero there, but 0 x NaN is NaN. Each warpgroup that shares V clears a part."""
-    places = [(r, c) for r in range(0, BLOCK, 64) for c in range(0, shape.d, 64)]
+    places = [(r, c) for r in range(0, shape.block, 64) for c in range(0, shape.d, 64)]
     for i, (r, c) in enumerate(places):
 
         @pl.when(memory.me == i % memory.sharers)
@@ -262,14 +266,14 @@ def walk(
       park: fp32 [64, d], where O of the splits before the open one rests; None if all blocks are of one split.
       next_q: called when q is done with.
     """
-    scale, d = softmax_scale(shape.d), shape.d
+    scale, d, block, per_split = softmax_scale(shape.d), shape.d, shape.block, shape.per_split
     o_shape = (ROWS, d)
 
     def slot_of(count):
         return lax.rem(count, plan.slots)
 
     def ahead(b):
-        return tile.position + token0 - b * BLOCK
+        return tile.position + token0 - b * block
 
     def parked(state: State) -> Total:
         before = Total(
@@ -294,7 +298,7 @@ def walk(
             v_slot, k_slot = k_slot, v_slot
         m_M, l_M8 = state.m_M, state.l_M8
         if park is not None:
-            new_split = lax.rem(b, PER_SPLIT) == 0
+            new_split = lax.rem(b, per_split) == 0
             m_M = jnp.where(new_split, full(NEVER, (ROWS,)), m_M)
             l_M8 = jnp.where(new_split, full(0, (ROWS, COLUMNS)), l_M8)
 
@@ -308,11 +312,13 @@ def walk(
             scores = Scores(shape, memory, k_slot)
             plgpu.barrier_wait(memory.ready.at[memory.barrier0 + v_slot])
             # The turn is given with half of P V still to be issued, so that the next warpgroup is awake when that has run.
-            parts = 2 if turns.of > 1 else 1
-            for keys in (pl.ds(i * BLOCK // parts, BLOCK // parts) for i in range(parts)):
-                if keys.start:
+            # That is the whole of a block of 64 keys, which cannot be halved: V lies in tiles of 64 rows.
+            parts = block // 64 if turns.of > 1 else 1
+            for i in range(parts):
+                if i == parts // 2:
                     turns.give()
-                multiply(o_acc, state.p_MB[:, keys.start : keys.start + keys.size], memory.ring_s.at[v_slot, keys])
+                keys = slice(i * block // parts, (i + 1) * block // parts)
+                multiply(o_acc, state.p_MB[:, keys], memory.ring_s.at[v_slot, keys])
             s_MB = scores.result(in_flight=parts)
             plgpu.barrier_arrive(memory.free.at[memory.barrier0 + k_slot])
             # The softmax belongs here, beside P V in flight; that product still reads the old P, so the new one takes its
@@ -361,18 +367,18 @@ def walk(
 
     if park is not None:
 
-        @pl.when(last - first > PER_SPLIT)
+        @pl.when(last - first > per_split)
         def _nothing_before():
             park[...] = full(0, o_shape)
 
     s_MB = first_scores()
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
-    s_MB = lax.cond(ahead(first) >= BLOCK - 1, lambda: s_MB, lambda: hopper_scores.hide(s_MB, shape.G, ahead(first)))
+    s_MB = lax.cond(ahead(first) >= block - 1, lambda: s_MB, lambda: hopper_scores.hide(s_MB, shape.G, ahead(first)))
     never_M = full(NEVER, (ROWS,))
     m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale)
     state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), full(0, (ROWS, d)), never_M, full(0, (ROWS,)))
     # Blocks that every row of the tile sees need no mask.
-    unmasked = jnp.clip(lax.div(tile.position + 1, BLOCK), first + 1, last)
+    unmasked = jnp.clip(lax.div(tile.position + 1, block), first + 1, last)
     carry = lax.fori_loop(first + 1, unmasked, functools.partial(one_block, masked=False), (count, state))
     count, state = lax.fori_loop(unmasked, last, functools.partial(one_block, masked=True), carry)
     next_q()
@@ -380,9 +386,9 @@ def walk(
     slot = slot_of(count + 1)
     plgpu.barrier_wait(memory.ready.at[memory.barrier0 + slot])
 
-    @pl.when(kv_len < last * BLOCK)
+    @pl.when(kv_len < last * block)
     def _unwritten():
-        clear_unwritten(shape, memory, slot, kv_len - (last - 1) * BLOCK)
+        clear_unwritten(shape, memory, slot, kv_len - (last - 1) * block)
 
     def last_product(o_acc):
         o_acc[...] = state.o_Md
@@ -393,7 +399,7 @@ def walk(
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot])
     total = state.split()
     if park is not None:
-        total = Total(*lax.cond(last - first > PER_SPLIT, lambda: tuple(parked(state)), lambda: tuple(total)))
+        total = Total(*lax.cond(last - first > per_split, lambda: tuple(parked(state)), lambda: tuple(total)))
     return total, count + 2
 
 

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels.attention import BLOCK, SPLIT
+from pallas_kernels.attention import SPLIT, kv_block
 from pallas_kernels.tiles import exp2_int
 
 VERSION = 1
@@ -26,13 +26,13 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
         "arch": "cpu",
         "operands": str(dtype),
         "accumulate": "float32",
-        "block": BLOCK,
+        "block": kv_block(d),
         "split": SPLIT,
         "maximum": "rounded up to a whole number in log2 units",
         "scale": float(softmax_scale(d)).hex(),
         "order": "blocks in order, splits in order",
-        "sum_of_p": f"dot with a column of ones, K {BLOCK}",
-        "dot": [TILE_TOKENS * G, BLOCK, d],
+        "sum_of_p": f"dot with a column of ones, K {kv_block(d)}",
+        "dot": [TILE_TOKENS * G, kv_block(d), d],
         "kv_heads": K,
         "round": [f"P: {dtype}", f"O / sum: {dtype}"],
     }
@@ -95,13 +95,16 @@ class _Block:
 
     def __init__(self, k_pages, v_pages, table_SP, layer, tile: Tile, kv_len, b, R: int):
         page_size, K, d = k_pages.shape[-3:]
-        per_block = BLOCK // page_size
-        self.pages = lax.dynamic_slice(table_SP, (tile.sequence, b * per_block), (1, per_block))[0]
+        B = kv_block(d)
+        pages = max(1, B // page_size)
+        self.pages = lax.dynamic_slice(table_SP, (tile.sequence, b * B // page_size), (1, pages))[0]
+        self.page_size, self.offset = page_size, b * B % page_size  # 0 but in pages of several blocks
         at = self.pages if layer is None else (layer, self.pages)
-        position = b * BLOCK + jnp.arange(BLOCK)
+        position = b * B + jnp.arange(B)
         written = position < kv_len
         k_KBd, v_KBd = (
-            x.at[at].get(mode="clip").reshape(BLOCK, K, d).transpose(1, 0, 2) for x in (k_pages, v_pages)
+            lax.dynamic_slice_in_dim(x.at[at].get(mode="clip").reshape(-1, K, d), self.offset, B).transpose(1, 0, 2)
+            for x in (k_pages, v_pages)
         )
         # 0 x NaN is NaN: what was never written is replaced, not only weighted by zero.
         self.k_KBd = jnp.where(written[None, :, None], k_KBd, 0)
@@ -111,9 +114,17 @@ class _Block:
         self.sees_RB = sees_RB & (token_R < tile.rows)[:, None]
 
     def scores(self, q_KRd):
-        """Scaled scores in log2 units, fp32 [K, R, 128]; -inf where a row does not see a key."""
+        """Scaled scores in log2 units, fp32 [K, R, B]; -inf where a row does not see a key."""
         s_KRB = _dot(q_KRd, self.k_KBd, 2, 2) * jnp.float32(softmax_scale(q_KRd.shape[-1]))
         return jnp.where(self.sees_RB[None], s_KRB, -jnp.inf)
+
+    def add_to(self, pages, x_KBd):
+        """Pages with the block's gradient added."""
+        x_BKd = x_KBd.transpose(1, 0, 2)
+        if rest := -x_BKd.shape[0] % self.page_size:
+            x_BKd = jnp.pad(x_BKd, ((0, rest), (0, 0), (0, 0)))
+            x_BKd = jnp.roll(x_BKd, self.offset, axis=0)
+        return pages.at[self.pages].add(x_BKd.reshape(-1, *pages.shape[1:]), mode="drop")
 
 
 def _dot(a, b, contract_a: int, contract_b: int):
@@ -131,9 +142,9 @@ def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, laye
     del work
     T, H, d = q_THd.shape
     K = k_pages.shape[-2]
-    R = TILE_TOKENS * (H // K)
+    R, B = TILE_TOKENS * (H // K), kv_block(d)
     q_PHd = jnp.pad(q_THd, ((0, TILE_TOKENS), (0, 0), (0, 0)))
-    ones_KB1 = jnp.ones((K, BLOCK, 1), q_THd.dtype)
+    ones_KB1 = jnp.ones((K, B, 1), q_THd.dtype)
     empty = (
         jnp.full((K, R, 1), NEVER, jnp.float32),
         jnp.zeros((K, R, 1), jnp.float32),
@@ -145,8 +156,8 @@ def attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, laye
         tile = tiles[i]
         kv_len = kv_len_S[tile.sequence]
         q_KRd = _rows_by_kv_head(q_PHd, tile.row, K)
-        blocks = (tile.position + tile.rows + BLOCK - 1) // BLOCK
-        per_split = SPLIT // BLOCK
+        blocks = (tile.position + tile.rows + B - 1) // B
+        per_split = SPLIT // B
 
         def one_block(b, carry):
             m_KR1, l_KR1, o_KRd = carry
@@ -193,7 +204,7 @@ def attention_backward(
     """(dq [T, H, d], dk pages, dv pages) (FlashAttention-2, algorithm 2). Tiles run in order, sums are fp32."""
     T, H, d = q_THd.shape
     K = k_pages.shape[-2]
-    R = TILE_TOKENS * (H // K)
+    R, B = TILE_TOKENS * (H // K), kv_block(d)
     dtype = q_THd.dtype
     pad = lambda x: jnp.pad(x, ((0, TILE_TOKENS),) + ((0, 0),) * (x.ndim - 1))  # noqa: E731
     q_PHd, o_PHd, do_PHd, lse_PH1 = pad(q_THd), pad(o_THd), pad(do_THd), pad(lse_TH)[..., None]
@@ -215,12 +226,9 @@ def attention_backward(
             dq_KRd = dq_KRd + _dot(ds_KRB, block.k_KBd, 2, 1)
             dk_KBd = _dot(ds_KRB, q_KRd, 1, 1)
             dv_KBd = _dot(p_KRB.astype(dtype), do_KRd, 1, 1)
-            paged = lambda x_KBd: x_KBd.transpose(1, 0, 2).reshape(-1, *k_pages.shape[1:])  # noqa: E731
-            dk_pages = dk_pages.at[block.pages].add(paged(dk_KBd), mode="drop")
-            dv_pages = dv_pages.at[block.pages].add(paged(dv_KBd), mode="drop")
-            return dq_KRd, dk_pages, dv_pages
+            return dq_KRd, block.add_to(dk_pages, dk_KBd), block.add_to(dv_pages, dv_KBd)
 
-        blocks = (tile.position + tile.rows + BLOCK - 1) // BLOCK
+        blocks = (tile.position + tile.rows + B - 1) // B
         dq_KRd = jnp.zeros((K, R, d), jnp.float32)
         dq_KRd, dk_pages, dv_pages = lax.fori_loop(0, blocks, one_block, (dq_KRd, dk_pages, dv_pages))
         dq_PHd = lax.dynamic_update_slice_in_dim(dq_PHd, _rows_by_token(dq_KRd, H), tile.row, 0)

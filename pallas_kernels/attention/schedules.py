@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from pallas_kernels.attention import BLOCK
+from pallas_kernels.attention import kv_block
 from pallas_kernels.attention.hopper_tiles import ROWS
 
 PRODUCER_REGISTERS = {1: 40, 2: 24, 3: 32}
@@ -28,10 +28,10 @@ class Many:
     park_in_shared: bool  # the merged O of earlier splits; otherwise in global memory
     turns: bool = True  # warpgroups take turns on the tensor core
 
-    def shared_bytes(self, d: int) -> int:
-        """Of q, K, V and the parked O."""
+    def shared_bytes(self, d: int, block: int | None = None) -> int:
+        """Of q, K, V and the parked O; block: another KV block than the contract's."""
         parked = self.warpgroups * ROWS * d * 4 if self.park_in_shared else 0
-        return self.warpgroups * ROWS * d * 2 + self.slots * BLOCK * d * 2 + parked
+        return self.warpgroups * ROWS * d * 2 + self.slots * (block or kv_block(d)) * d * 2 + parked
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,9 +42,9 @@ class Few:
     slots: int  # K or V blocks of one pair in shared memory
     overlap: bool  # scores of the next block and P V of this one in flight together
 
-    def shared_bytes(self, d: int) -> int:
-        """Of q, K and V."""
-        return self.pairs * (ROWS * d * 2 + self.slots * BLOCK * d * 2)
+    def shared_bytes(self, d: int, block: int | None = None) -> int:
+        """Of q, K and V; block: another KV block than the contract's."""
+        return self.pairs * (ROWS * d * 2 + self.slots * (block or kv_block(d)) * d * 2)
 
 
 MANY = {

@@ -21,7 +21,7 @@ from pallas_kernels.attention import (
     hopper_decode,
     hopper_forward,
     hopper_tiles,
-    hopper_walk,
+    kv_block,
     reference,
     schedules,
 )
@@ -68,7 +68,7 @@ def test_schedules_fit_an_sm():
 def test_the_contract_names_what_reaches_the_bits():
     entry = hopper.entry(4, 8, 128, jnp.dtype("bfloat16"))
     assert entry == hopper.entry(8, 2, 128, jnp.dtype("bfloat16"))  # groups and heads reach no row
-    assert entry["block"] == BLOCK and entry["split"] == SPLIT
+    assert entry["block"] == kv_block(128) and entry["split"] == SPLIT
     assert float.fromhex(entry["scale"]) == np.float32(reference.softmax_scale(128))
     assert json.dumps(entry) != json.dumps(hopper.entry(4, 8, 64, jnp.dtype("bfloat16")))
 
@@ -121,10 +121,11 @@ def sequences(seed: int):
 
 
 @pytest.mark.parametrize("seed", range(2))
-@pytest.mark.parametrize("tokens", [16, 42])
-def test_tiles_cover_every_row_once_and_no_two_sequences(seed, tokens):
+@pytest.mark.parametrize("tokens, block", [(16, 128), (42, 64)])
+def test_tiles_cover_every_row_once_and_no_two_sequences(seed, tokens, block):
     q_start, kv_len, T = sequences(seed)
-    table, count = map(np.asarray, jax.jit(hopper_tiles.tiles, static_argnums=(2, 3))(q_start, kv_len, T, tokens))
+    of = jax.jit(hopper_tiles.tiles, static_argnums=(2, 3, 4))
+    table, count = map(np.asarray, of(q_start, kv_len, T, tokens, block))
     S, covered = len(kv_len), []
     for s, token, n, position, blocks in table[:count]:
         covered += range(token, token + n)
@@ -134,18 +135,18 @@ def test_tiles_cover_every_row_once_and_no_two_sequences(seed, tokens):
             continue
         assert q_start[s] <= token and token + n <= q_start[s + 1]
         assert position == kv_len[s] - (q_start[s + 1] - token)
-        assert blocks == -(-(position + n) // BLOCK)
+        assert blocks == -(-(position + n) // block)
     assert covered == list(range(T))
     assert not table[count:, 2].any()
 
 
-@pytest.mark.parametrize("seed", range(2))
-def test_items_are_every_split_of_every_tile_the_largest_first(seed):
+@pytest.mark.parametrize("seed, block", [(0, 128), (1, 64)])
+def test_items_are_every_split_of_every_tile_the_largest_first(seed, block):
     q_start, kv_len, T = sequences(seed)
     splits = -(-int(kv_len.max()) // SPLIT)
-    table, count = hopper_tiles.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, 16)
-    found, items = map(np.asarray, jax.jit(hopper_decode.items, static_argnums=1)(table, splits))
-    per = SPLIT // BLOCK
+    per = SPLIT // block
+    table, count = hopper_tiles.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, 16, block)
+    found, items = map(np.asarray, jax.jit(hopper_decode.items, static_argnums=(1, 2))(table, splits, per))
     want = [
         (*tile, first, min(first + per, tile[4]))
         for tile in np.asarray(table)[: int(count)].tolist()
@@ -210,7 +211,7 @@ def test_splits_are_merged_in_order_in_the_interpreter(K, G):
     lengths = jnp.asarray(q_start), jnp.asarray(kv_len)
     *_, table, count = hopper_decode.work_list(*lengths, splits * SPLIT // shape.page, T, shape)
     with mosaic.interpreted():
-        got, lse = jax.jit(lambda *a: hopper_decode.merge_splits(*a, T))(*map(jnp.asarray, parts), table, count)
+        got, lse = jax.jit(lambda *a: hopper_decode.merge_splits(*a, shape, T))(*map(jnp.asarray, parts), table, count)
     assert not gpu_callbacks.get_races().races_found
     for x in (m, l, o):
         x[unused] = 0
@@ -223,15 +224,6 @@ def test_splits_are_merged_in_order_in_the_interpreter(K, G):
 
 
 SHORT_SPLIT = 128
-
-
-@pytest.fixture
-def short_splits(monkeypatch):
-    """Splits of one block and few programs, so that small sequences have several of each."""
-    monkeypatch.setattr(mosaic, "SMS", 2)
-    for module in (hopper_walk, hopper_decode):
-        monkeypatch.setattr(module, "PER_SPLIT", SHORT_SPLIT // BLOCK)
-    monkeypatch.setattr(hopper_decode, "SPLIT", SHORT_SPLIT)
 
 
 def paged(shape: Shape, q_len, kv_len, padding: int):
@@ -253,8 +245,12 @@ def paged(shape: Shape, q_len, kv_len, padding: int):
     return *(jnp.asarray(x, jnp.bfloat16) for x in (q, k, v)), *(jnp.asarray(x, jnp.int32) for x in where)
 
 
-def test_kernels_in_the_interpreter_agree_in_bits_without_a_race(short_splits):
-    shape = Shape(4, 1, 64, 32)
+@pytest.mark.parametrize("block, page", [(128, 32), (64, 128)])
+def test_kernels_in_the_interpreter_agree_in_bits_without_a_race(block, page, monkeypatch):
+    """Splits of 128 positions and few programs, so that small sequences have several of each; pages within a block, and of
+    several blocks."""
+    monkeypatch.setattr(mosaic, "SMS", 2)
+    shape = Shape(4, 1, 64, page, block, SHORT_SPLIT)
     q, k, v, *where = paged(shape, (20, 5, 1), (300, 5, 128), padding=2)
     flat = (x.reshape(-1, shape.d) for x in (k, v))
     operands = (q, *flat, *where, jnp.zeros((1,), jnp.int32))
