@@ -10,6 +10,7 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import json
+import sys
 from collections.abc import Iterator
 
 import jax
@@ -17,25 +18,15 @@ import jax.numpy as jnp
 from jax import lax
 
 from benchmarks.kernels import separate, timing
-from benchmarks.kernels.tune_attention import HEADS, KERNELS, WORK, draw, sequences
+from benchmarks.kernels.tune_attention import HEADS, KERNELS, WORK, compiled, draw, sequences
 from pallas_kernels import logprob
-from pallas_kernels.attention import (
-    BLOCK,
-    SPLIT,
-    hopper_decode,
-    hopper_forward,
-    hopper_softmax,
-    hopper_tiles,
-    hopper_walk,
-    schedules,
-)
+from pallas_kernels.attention import SPLIT, kv_block, schedules
 from pallas_kernels.attention.hopper_tiles import Shape
+from pallas_kernels.attention.schedules import Few, Many
 from pallas_kernels.logprob import VOCAB_BLOCK, hopper_blocks, hopper_combine, hopper_head
 from pallas_kernels.logprob import hopper as hopper_logprob
 
 AREA = "constants"
-ATTENTION = [(128, 1024), (128, 2048), (128, 4096), (64, 2048)]
-"""KV block and split."""
 ATTENTION_WORK = {
     "train": ("MANY", 5, WORK["MANY"], "causal forward, 2 x 8192 tokens"),
     "decode-8x2k": ("FEW", 300, ((1,) * 8, (2048,) * 8), "decode of 8 sequences of 2048"),
@@ -43,6 +34,11 @@ ATTENTION_WORK = {
     "decode-256x2k-8k": ("FEW", 10, WORK["FEW"], "decode of 256 sequences of 2k to 8k"),
 }
 """Which kernel serves it, calls in a loop on the device, lengths of queries and of keys, and in words."""
+OTHER_BLOCK = {
+    ("MANY", 256): Many(warpgroups=2, slots=5, overlap=True, park_in_shared=False),
+    ("FEW", 256): Few(pairs=1, slots=6, overlap=True),
+}
+"""Schedules of the block that the contract does not have, where the committed one with its slots in as many bytes is not best."""
 VOCAB_BLOCKS = (64, 128, 256)
 CHUNKS = (8192, 16384, 32768)
 T, B, V, D = 4096, 256, 151936, 4096
@@ -61,22 +57,24 @@ def replaced(modules, **values) -> Iterator[None]:
             setattr(module, name, value)
 
 
-def attention_constants(block: int, split: int):
-    """The kernels under another KV block and split than the contract's, in as much shared memory."""
-    modules = (hopper_tiles, hopper_softmax, hopper_walk, hopper_forward, hopper_decode, schedules)
-    return replaced(modules, BLOCK=block, SPLIT=split, PER_SPLIT=split // block)
+def choices(d: int) -> list[tuple[int, int]]:
+    """KV block and split, the contract's first."""
+    block = kv_block(d)
+    return [(block, SPLIT), (block, SPLIT // 2), (block, SPLIT * 2), ({128: 64, 64: 128}[block], SPLIT)]
 
 
-def _attend(table: str, block: int, trips: int):
-    """A loop of calls of a kernel that compute their lists once, as layers do."""
+def attend(table: str, d: int, block: int, split: int, trips: int):
+    """A loop of calls of a kernel that compute their lists once, as layers do, under any KV block and split."""
+    schedule = getattr(schedules, table)[d]
+    if block != kv_block(d):
+        as_many_bytes = dataclasses.replace(schedule, slots=schedule.slots * kv_block(d) // block)
+        schedule = OTHER_BLOCK.get((table, d), as_many_bytes)
 
     def run(q, k_pages, v_pages, *where):
         kernel = KERNELS[table]
         N, page, K, d = k_pages.shape
         flat = [x.reshape(N * page, K * d) for x in (k_pages, v_pages)]
-        layer, shape = jnp.zeros((1,), jnp.int32), Shape(q.shape[1], K, d, page)
-        schedule = getattr(schedules, table)[d]
-        schedule = dataclasses.replace(schedule, slots=schedule.slots * BLOCK // block)
+        layer, shape = jnp.zeros((1,), jnp.int32), Shape(q.shape[1], K, d, page, block, split)
         schedule_of_list = (schedule,) if table == "MANY" else ()
         work = kernel.work_list(*where[:2], where[2].shape[1], len(q), shape, *schedule_of_list)
         call = lambda q: kernel.attention(q, *flat, *where, layer, shape, schedule, work)[0]  # noqa: E731
@@ -85,63 +83,74 @@ def _attend(table: str, block: int, trips: int):
     return jax.jit(run)
 
 
-def attention(d: int) -> dict[str, float]:
-    """Microseconds of each piece of work under each choice, at one head_dim."""
-    work = {name: sequences(d, *lengths) for name, (_, _, lengths, _) in ATTENTION_WORK.items()}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        programs = {}
-        for block, split in ATTENTION:
-            for name, (table, trips, _, _) in ATTENTION_WORK.items():
-                with attention_constants(block, split):
-                    lowered = _attend(table, block, trips).lower(*work[name])
-                programs[f"{block}-{split}-{name}"] = pool.submit(lowered.compile), work[name], trips
-        return {key: _us(*program) / trips for key, (*program, trips) in programs.items()}
+def attention(d: int, name: str) -> tuple[dict[str, float], dict[str, str]]:
+    """(microseconds of a piece of work under each choice that runs, why others do not), at one head_dim."""
+    table, trips, lengths, _ = ATTENTION_WORK[name]
+    args = sequences(d, *lengths)
+    lower = {f"{b}-{s}": lambda b=b, s=s: attend(table, d, b, s, trips).lower(*args) for b, s in choices(d)}
+    return _us(lower, args, trips)
 
 
-def vocabulary() -> dict[str, float]:
-    """Microseconds of the forward and of decode's reduction by vocabulary block, of forward and backward by chunk."""
+def _us(lower: dict, args, trips: int = 1) -> tuple[dict[str, float], dict[str, str]]:
+    """Of what there are functions to lower for; args: of all, or by name."""
+    programs, failed = compiled(lower)
+    of = args.get if isinstance(args, dict) else lambda _: args
+    us = timing.in_turn_us({name: (program, of(name)) for name, program in programs.items()}, iterations=2)
+    return {name: x / trips for name, x in us.items()}, failed
+
+
+def vocabulary() -> tuple[dict[str, float], dict[str, str]]:
+    """(microseconds of the forward and of decode's reduction by vocabulary block, of forward and backward by chunk; why others
+    do not run)."""
     keys = jax.random.split(jax.random.key(0), 3)
     x, w = draw(0, T, D), draw(1, V, D) * jnp.bfloat16(0.03)
     targets, inv_temp = jax.random.randint(keys[0], (T,), 0, V, jnp.int32), jnp.full(T, 1 / 0.9, jnp.float32)
     cotangent = jax.random.normal(keys[1], (T,))
     modules = (logprob, hopper_logprob, hopper_blocks, hopper_combine, hopper_head)
-    programs = {}
-    with concurrent.futures.ThreadPoolExecutor() as pool:
+    lower, arguments = {}, {}
 
-        def submit(key, f, *args):
-            programs[key] = pool.submit(jax.jit(f).lower(*args).compile), args
+    def add(key, f, *args, **values):
+        def lowered():
+            with replaced(modules, **values):
+                return jax.jit(f).lower(*args)
 
-        for block in VOCAB_BLOCKS:
-            # As much shared memory at most, and each consumer its own slots: the loop's barriers rely on it.
-            steps = hopper_blocks.STEPS * VOCAB_BLOCK // block // hopper_blocks.CONSUMERS * hopper_blocks.CONSUMERS
-            with replaced(modules, VOCAB_BLOCK=block, SHAPE=(hopper_head.ROWS, block), STEPS=steps):
-                z = jax.random.normal(keys[2], (B, logprob.padded_vocab(V))) * 3
-                submit(f"block-{block}-train", lambda *a: hopper_logprob.forward(*a), x, w, targets, inv_temp)
-                submit(f"block-{block}-decode", lambda *a: hopper_logprob.reduce(*a), z, targets[:B], inv_temp[:B])
+        lower[key], arguments[key] = lowered, args
 
-        def loss(x, w):
-            return jnp.sum(logprob.logprob(x, w, targets, inv_temp, regions=("a", "b"), impl="hopper") * cotangent)
+    for block in VOCAB_BLOCKS:
+        # As much shared memory at most, and each consumer its own slots: the loop's barriers rely on it.
+        steps = hopper_blocks.STEPS * VOCAB_BLOCK // block // hopper_blocks.CONSUMERS * hopper_blocks.CONSUMERS
+        values = dict(VOCAB_BLOCK=block, SHAPE=(hopper_head.ROWS, block), STEPS=steps)
+        with replaced(modules, **values):
+            z = jax.random.normal(keys[2], (B, logprob.padded_vocab(V))) * 3
+        add(f"block-{block}-train", lambda *a: hopper_logprob.forward(*a), x, w, targets, inv_temp, **values)
+        add(f"block-{block}-decode", lambda *a: hopper_logprob.reduce(*a), z, targets[:B], inv_temp[:B], **values)
 
-        for chunk in CHUNKS:
-            with replaced(modules, CHUNK=chunk):
-                submit(f"chunk-{chunk}-train", jax.grad(lambda *a: loss(*a), (0, 1)), x, w)
-        return {key: _us(*program) for key, program in programs.items()}
+    def loss(x, w):
+        return jnp.sum(logprob.logprob(x, w, targets, inv_temp, regions=("a", "b"), impl="hopper") * cotangent)
 
-
-def _us(program: concurrent.futures.Future, args: tuple) -> float:
-    return timing.device_us(program.result(), *args, iterations=2)
+    for chunk in CHUNKS:
+        add(f"chunk-{chunk}-train", jax.grad(lambda *a: loss(*a), (0, 1)), x, w, CHUNK=chunk)
+    return _us(lower, arguments)
 
 
 def rows() -> list[dict]:
     """One row a value that is not the chosen one and a piece of work (benchmarks.report.record's fields)."""
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        of_head = {d: pool.submit(separate.call, "iso", "constants", "attention", d) for d in HEADS}
-        of_vocabulary = pool.submit(separate.call, "iso", "constants", "vocabulary")
-        by_head, by_vocabulary = {d: f.result() for d, f in of_head.items()}, of_vocabulary.result()
-    rows = []
+    jobs = {("attention", d, name): (d, name) for d in HEADS for name in ATTENTION_WORK} | {("vocabulary",): ()}
+    rows, found = [], {}
+    with separate.taking_turns(), concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        running = {job: pool.submit(separate.call, "iso", "constants", job[0], *args) for job, args in jobs.items()}
+        for job, future in running.items():
+            try:
+                found[job], failed = future.result()
+            except RuntimeError as e:  # of one process; the others are not lost
+                failed = {"all": e}
+            for name, why in failed.items():
+                print(*job, name, why, file=sys.stderr)
+    if not any(found.values()):
+        raise RuntimeError("nothing could be measured")
 
     def add(id: str, work: str, us: dict[str, float], key: str, chosen_key: str, chosen: str) -> None:
-        if key != chosen_key:
+        if key != chosen_key and key in us and chosen_key in us:
             figures = {
                 "metric": "us",
                 "ours": us[key],
@@ -150,13 +159,16 @@ def rows() -> list[dict]:
             }
             rows.append({"id": id, "area": AREA, "work": work, **figures})
 
-    for d, us in by_head.items():
+    for d in HEADS:
         heads = f"head_dim {d}, {HEADS[d][0]} query and {HEADS[d][1]} KV heads"
-        for block, split in ATTENTION:
+        chosen, *others = choices(d)
+        for block, split in others:
             for name, (*_, what) in ATTENTION_WORK.items():
-                keys = f"{block}-{split}-{name}", f"{BLOCK}-{SPLIT}-{name}"
+                us = found.get(("attention", d, name), {})
                 work = f"attention, KV block {block}, split {split}, {heads}: {what}"
-                add(f"attention-{d}-{keys[0]}", work, us, *keys, f"block {BLOCK}, split {SPLIT}")
+                keys = f"{block}-{split}", "-".join(map(str, chosen))
+                add(f"attention-{d}-{keys[0]}-{name}", work, us, *keys, f"block {chosen[0]}, split {chosen[1]}")
+    by_vocabulary = found.get(("vocabulary",), {})
     shape = f"vocabulary {V}, width {D}"
     for block in VOCAB_BLOCKS:
         for name, what in (("train", f"forward, {T} tokens"), ("decode", f"from logits, {B} rows")):

@@ -5,10 +5,14 @@ The memory of a GPU is shared by such processes, so none of them takes it all at
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
+import os
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from typing import Any
 
 from pallas_kernels import environment
@@ -26,6 +30,19 @@ def call(mode: str, module: str, function: str, *arguments: Any) -> Any:
     if done.returncode:
         raise RuntimeError(f"{module}.{function} under {mode} flags: {done.stderr[-3000:]}")
     return json.loads(done.stdout.splitlines()[-1])
+
+
+@contextlib.contextmanager
+def taking_turns() -> Iterator[None]:
+    """Processes of `call` inside measure one at a time (`timing.alone`), also where nobody named a lock before."""
+    with tempfile.NamedTemporaryFile() as lock:
+        name, before = "ISOMODEL_GPU_LOCK", os.environ.get("ISOMODEL_GPU_LOCK")
+        os.environ[name] = before or lock.name
+        try:
+            yield
+        finally:
+            if before is None:
+                del os.environ[name]
 
 
 if __name__ == "__main__":

@@ -65,6 +65,24 @@ def device_us(f: Callable, *args, iterations: int = 20) -> float:
     return statistics.median(times)
 
 
+def in_turn_us(programs: dict[str, tuple[Callable, tuple]], iterations: int = 20) -> dict[str, float]:
+    """As `device_us`, of several (compiled function, arguments): one after the other in each batch, as the GPU's clock moves."""
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    with alone():
+        for f, args in programs.values():
+            jax.block_until_ready(f(*args))
+    for _ in range(BATCHES):
+        with alone():
+            for name, (f, args) in programs.items():
+                jax.block_until_ready(f(*args))
+                start = time.perf_counter()
+                for _ in range(iterations):
+                    out = f(*args)
+                jax.block_until_ready(out)
+                times[name].append((time.perf_counter() - start) / iterations * 1e6)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
 def kernel_us(f: Callable, *args, iterations: int = 20) -> float:
     """Median of the summed time of the kernels of one call of jit(f)(*args) by CUPTI, in microseconds: no launch gaps."""
     g = compiled(f, *args)

@@ -2,19 +2,23 @@
 
     python -m benchmarks.kernels.tune_attention
 
-A schedule whose bits differ from the canonical one's is refused, however fast it is.
+A schedule whose bits differ from the canonical one's is refused, however fast it is. Each table's head_dim has a process of
+its own, since most of the time is the compiler's.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
 import pathlib
 import re
+import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.kernels import timing
+from benchmarks.kernels import separate, timing
 from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, schedules
 from pallas_kernels.attention.hopper_tiles import Shape
 from pallas_kernels.attention.schedules import SHARED_BYTES, Few, Many
@@ -36,39 +40,55 @@ CANDIDATES = {
 }
 
 
-class BitsDiffer(RuntimeError):
-    """A schedule reaches the bits."""
+WORK = {
+    "MANY": ((8192,) * 2, (8192,) * 2),
+    "FEW": ((1,) * 256, tuple(np.random.default_rng(0).integers(2048, 8193, 256).tolist())),
+}
+"""What the tables are measured on: lengths of queries and of keys."""
+CHECKED = {
+    "MANY": ((1, 300, 77, 2 * SPLIT + 90), (1, 300, SPLIT + 200, 2 * SPLIT + 90)),
+    "FEW": ((1, 100, 77, 1), (1, 300, SPLIT + 200, 2 * SPLIT + 90)),
+}
+"""What bits are compared on, as many of the rows: packed sequences around the ends of blocks and over several splits."""
 
 
 def candidates(table: str, d: int) -> list:
-    """Those that fit an SM and leave no room for more slots; three warpgroups only where O is small."""
-    fit = [
-        s
-        for s in CANDIDATES[table]
-        if s.shared_bytes(d) <= SHARED_BYTES and (table == "FEW" or s.warpgroups < 3 or d == 64)
-    ]
+    """The committed schedule, then those that fit an SM and leave no room for more slots; three warpgroups, or two pairs, only
+    where O is small enough for their registers."""
+    fit = [s for s in CANDIDATES[table] if s.shared_bytes(d) <= SHARED_BYTES and _fits_registers(s, d)]
     alike = lambda s: tuple(v for name, v in vars(s).items() if name != "slots")  # noqa: E731
     most = {alike(s): max(t.slots for t in fit if alike(t) == alike(s)) for s in fit}
-    return [s for s in fit if s.slots == most[alike(s)]]
+    committed = getattr(schedules, table)[d]
+    return [committed, *(s for s in fit if s.slots == most[alike(s)] and s != committed)]
+
+
+def _fits_registers(schedule, d: int) -> bool:
+    return d == 64 or (schedule.pairs < 2 or d < 256 if isinstance(schedule, Few) else schedule.warpgroups < 3)
 
 
 def draw(seed: int, *shape: int) -> jax.Array:
     return jax.random.normal(jax.random.key(seed), shape, jnp.bfloat16)
 
 
-def sequences(d: int, q_len, kv_len) -> tuple:
-    """Operands of the op: each sequence's newest q_len tokens, over kv_len positions."""
+def where(q_len, kv_len, S: int | None = None, P: int | None = None) -> tuple:
+    """(q_start, kv_len, page tables) of S sequences of at most P pages: each one's newest q_len tokens, over kv_len positions;
+    sequences past those named have none."""
+    q_len, kv_len = (np.pad(np.asarray(x), (0, (S or len(x)) - len(x))) for x in (q_len, kv_len))
+    need = -(-kv_len // PAGE)
+    tables = np.zeros((len(need), P or need.max()), np.int32)
+    tables[np.arange(tables.shape[1])[None] < need[:, None]] = np.random.default_rng(1).permutation(int(need.sum()))
+    return tuple(jnp.asarray(x, jnp.int32) for x in (np.cumsum([0, *q_len]), kv_len, tables))
+
+
+def sequences(d: int, q_len, kv_len, S: int | None = None) -> tuple:
+    """Operands of the op."""
     H, K = HEADS[d]
-    need = -(-np.asarray(kv_len) // PAGE)
-    pages = np.random.default_rng(1).permutation(int(need.sum()))
-    tables = np.zeros((len(need), need.max()), np.int32)
-    tables[np.arange(need.max())[None] < need[:, None]] = pages
-    q_start = jnp.asarray(np.cumsum([0, *q_len]), jnp.int32)
-    paged = (draw(i, len(pages), PAGE, K, d) for i in (1, 2))
-    return draw(0, int(sum(q_len)), H, d), *paged, q_start, jnp.asarray(kv_len, jnp.int32), jnp.asarray(tables)
+    pages = int((-(-np.asarray(kv_len) // PAGE)).sum())
+    paged = (draw(i, pages, PAGE, K, d) for i in (1, 2))
+    return draw(0, int(sum(q_len)), H, d), *paged, *where(q_len, kv_len, S)
 
 
-def runner(table: str, schedule=None):
+def runner(table: str, schedule=None) -> Callable:
     """The kernel, jitted, of the op's operands."""
 
     def run(q, k_pages, v_pages, *where):
@@ -80,30 +100,63 @@ def runner(table: str, schedule=None):
     return jax.jit(run)
 
 
-def check(table: str, d: int, schedule) -> None:
-    """Raises BitsDiffer if one row of packed sequences over several splits differs from the canonical schedule's."""
-    args = sequences(d, (1, 300, 77, 2 * SPLIT + 90), (1, 300, SPLIT + 200, 2 * SPLIT + 90))
-    got, want = (runner(table, s)(*args)[0].view(jnp.int16) for s in (schedule, CANONICAL[table]))
-    if differ := int((got != want).any((1, 2)).sum()):
-        raise BitsDiffer(f"head_dim {d}, {schedule}: {differ} rows differ from {CANONICAL[table]}")
+def compiled(programs: dict[str, Callable]) -> tuple[dict[str, Callable], dict[str, str]]:
+    """(what became of each program, a function that compiles it; why there is none of the others).
+
+    Mosaic loads its runtime with the first program, which must be alone then; the others are compiled side by side.
+    """
+    found, failed = {}, {}
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        waiting = {}
+        for name, lower in programs.items():
+            try:
+                lowered = lower()
+                if found or waiting:
+                    waiting[name] = pool.submit(lowered.compile)
+                else:
+                    found[name] = lowered.compile()
+            except Exception as e:  # noqa: BLE001  (of one program; the others are not lost)
+                failed[name] = f"{type(e).__name__}: {str(e)[-300:]}"
+        for name, program in waiting.items():
+            try:
+                found[name] = program.result()
+            except Exception as e:  # noqa: BLE001
+                failed[name] = f"{type(e).__name__}: {str(e)[-300:]}"
+    return found, failed
 
 
-WORK = {
-    "MANY": ((8192,) * 2, (8192,) * 2),
-    "FEW": ((1,) * 256, tuple(np.random.default_rng(0).integers(2048, 8193, 256).tolist())),
-}
-"""What the tables are measured on: lengths of queries and of keys."""
+def measure(table: str, d: int) -> list[tuple[float | None, str]]:
+    """Of each candidate, in order: (microseconds, "") or (None, why it is refused).
+
+    Raises:
+      RuntimeError: the canonical schedule does not run.
+    """
+    q_len, kv_len = WORK[table]
+    S = max(len(kv_len), len(CHECKED[table][0]))
+    args = sequences(d, q_len, kv_len, S)
+    to_check = *args[:3], *where(*CHECKED[table], *args[-1].shape)
+    tried = candidates(table, d)
+    plans = {"canonical": CANONICAL[table]} | {str(i): s for i, s in enumerate(tried)}
+    programs, failed = compiled({n: lambda s=s: runner(table, s).lower(*args) for n, s in plans.items()})
+    if "canonical" in failed:
+        raise RuntimeError(failed["canonical"])
+    with timing.alone():
+        bits = {n: run(*to_check)[0].view(jnp.int16) for n, run in programs.items()}
+        differ = {n: int((x != bits["canonical"]).any((1, 2)).sum()) for n, x in bits.items()}
+    failed |= {n: f"{rows} rows differ from the canonical schedule's" for n, rows in differ.items() if rows}
+    us = timing.in_turn_us({n: (run, args) for n, run in programs.items() if n not in failed}, iterations=5)
+    return [(us.get(str(i)), failed.get(str(i), "")) for i in range(len(tried))]
 
 
-def fastest(table: str, d: int):
-    """The candidate with the least time; the first of equals within 1 %."""
-    args = sequences(d, *WORK[table])
-    times = {}
-    for schedule in candidates(table, d):
-        check(table, d, schedule)
-        times[schedule] = timing.device_us(runner(table, schedule), *args, iterations=5)
-        print(f"head_dim {d}: {times[schedule]:.0f} us, {schedule}", flush=True)
-    return next(s for s, us in times.items() if us <= 1.01 * min(times.values()))
+def fastest(table: str, d: int, measured: list[tuple[float | None, str]]):
+    """The candidate with the least time; the committed one, or else the first, of equals within 1 %."""
+    least = min((us for us, _ in measured if us is not None), default=0.0)
+    tried = candidates(table, d)
+    for schedule, (us, why) in zip(tried, measured, strict=True):
+        print(f"head_dim {d}: {f'{us:.0f} us' if us else f'refused, {why}'}, {schedule}", flush=True)
+    return next(
+        (s for s, (us, _) in zip(tried, measured, strict=True) if us is not None and us <= 1.01 * least), tried[0]
+    )
 
 
 def source(table: str, entries: dict) -> str:
@@ -111,19 +164,32 @@ def source(table: str, entries: dict) -> str:
     return f"{table} = {{\n" + "".join(f"    {d}: {s!r},\n" for d, s in entries.items()) + "}\n"
 
 
-def main() -> None:
+def main() -> int:
+    """How many head_dims of a table could not be measured: they keep their entry."""
     path = pathlib.Path(schedules.__file__)
     text = path.read_text()
-    for table in KERNELS:
-        entries = {d: fastest(table, d) for d in HEADS}
-        text, count = re.subn(
-            rf"^{table} = {{\n.*?^}}\n", lambda _, e=entries, t=table: source(t, e), text, flags=re.DOTALL | re.M
-        )
-        if count != 1:
-            raise RuntimeError(f"{path} has {count} tables {table}")
-        path.write_text(text)
-        print(source(table, entries), flush=True)
+    jobs = [(table, d) for table in KERNELS for d in HEADS]
+    lost = 0
+    with separate.taking_turns(), concurrent.futures.ThreadPoolExecutor(len(jobs)) as pool:
+        running = {job: pool.submit(separate.call, "iso", "tune_attention", "measure", *job) for job in jobs}
+        for table in KERNELS:
+            entries = {}
+            for d in HEADS:
+                try:
+                    entries[d] = fastest(table, d, running[table, d].result())
+                except RuntimeError as e:
+                    print(f"{table}, head_dim {d}: {e}", file=sys.stderr, flush=True)
+                    entries[d] = getattr(schedules, table)[d]
+                    lost += 1
+            text, count = re.subn(
+                rf"^{table} = {{\n.*?^}}\n", lambda _, e=entries, t=table: source(t, e), text, flags=re.DOTALL | re.M
+            )
+            if count != 1:
+                raise RuntimeError(f"{path} has {count} tables {table}")
+            print(source(table, entries), flush=True)
+    path.write_text(text)
+    return lost
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

@@ -12,8 +12,7 @@ import pytest
 
 from benchmarks import report
 from benchmarks.kernels import __main__ as kernels
-from benchmarks.kernels import constants, separate, timing, tune_rows
-from pallas_kernels.attention import hopper_decode, hopper_softmax, hopper_walk
+from benchmarks.kernels import separate, timing, tune_rows
 
 FACTS = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc", "date": "2026-11-30"}
 ROW = {
@@ -115,31 +114,6 @@ def test_one_process_measures_at_a_time(tmp_path, monkeypatch):
         measure()
         assert during and all(during)
     assert not taken()
-
-
-def test_every_other_value_of_a_constant_stands_beside_the_chosen_one(tmp_path, results, monkeypatch):
-    chosen = "128-2048-", "block-128-", "chunk-16384-"
-
-    class Figures(dict):
-        def __missing__(self, key: str) -> float:
-            return 100.0 if key.startswith(chosen) else 125.0
-
-    monkeypatch.setattr(constants.separate, "call", lambda *_: Figures())
-    rows = constants.rows()
-    assert len(rows) == len({row["id"] for row in rows}) == 3 * 3 * 4 + 2 * 2 + 2
-    assert kernels.main(["--record", measured(tmp_path, *({"command": "c"} | row for row in rows))]) == 0
-    found = report.load(results)
-    assert {(r.area, r.ratio, r.target) for r in found} == {("constants", 1.25, None)}
-    assert "| - | - |" in report.render(found)
-
-
-def test_constants_are_put_back():
-    values = lambda: (hopper_walk.PER_SPLIT, hopper_walk.BLOCK, hopper_softmax.BLOCK, hopper_decode.SPLIT)  # noqa: E731
-    chosen = values()
-    with pytest.raises(RuntimeError), constants.attention_constants(64, 1024):
-        assert values() == (16, 64, 64, 1024)
-        raise RuntimeError
-    assert values() == chosen
 
 
 def test_the_row_kernels_that_are_tuned_lower_for_a_gpu(monkeypatch):
