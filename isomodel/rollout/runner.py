@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import functools
+import os
 import sys
 from collections.abc import Callable
 
@@ -45,20 +47,17 @@ class Runner:
             raise ValueError("engine: weights do not fit the model: " + "; ".join(faults))
         return dict(params)
 
-    def _programs(self) -> list[tuple[str, Callable]]:
-        """(name, function that compiles it) of everything that a step can need."""
+    def _programs(self) -> list[Callable]:
+        """Functions that compile everything that a step can need, one program each."""
         c, args = self.config, (self.cfg, self.numerics, self.shapes)
-        todo = [(f"decode {S}", functools.partial(programs.compiled_decode, *args, S)) for S in c.seq_buckets]
+        todo = [functools.partial(programs.compiled_decode, *args, S) for S in c.seq_buckets]
         for T in c.token_buckets:
             todo += [
-                (f"prefill {T} x {S}", functools.partial(programs.compiled_mixed, *args, T, S))
-                for S in c.seq_buckets
-                if self._can_happen(T, S)
+                functools.partial(programs.compiled_mixed, *args, T, S) for S in c.seq_buckets if self._can_happen(T, S)
             ]
             if c.prompt_logprobs:
-                todo.append((f"score {T}", functools.partial(programs.compiled_score, self.cfg, self.numerics, T)))
-        todo.append(("copy pages", functools.partial(programs.compiled_copy, *args)))
-        return todo
+                todo.append(functools.partial(programs.compiled_score, self.cfg, self.numerics, T))
+        return [*todo, functools.partial(programs.compiled_copy, *args)]
 
     def _can_happen(self, T: int, S: int) -> bool:
         """Whether a step can be padded to T rows and S sequences: each sequence has a row, all but the chunks one."""
@@ -66,21 +65,30 @@ class Runner:
         return fewest <= T
 
     def warmup(self, progress: bool | None = None) -> int:
-        """Compiles every program; returns how many. Engines of equal shapes in one process share them.
+        """Compiles every program, as many at a time as there are cores; returns how many. Engines of equal shapes in one
+        process share them.
 
         `progress` None shows a bar on a terminal only.
         """
         todo = self._programs()
-        if progress or (progress is None and sys.stderr.isatty()):
-            from rich.console import Console
-            from rich.progress import track
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+            # The first alone: what the compiler loads once, and traces that programs share, are then there for the others.
+            todo[0]()
+            running = [pool.submit(build) for build in todo[1:]]
+            done = concurrent.futures.as_completed(running)
+            if progress or (progress is None and sys.stderr.isatty()):
+                from rich.console import Console
+                from rich.progress import track
 
-            todo = track(todo, "compiling", console=Console(stderr=True), transient=True)
-        count = 0
-        for _, build in todo:
-            build()
-            count += 1
-        return count
+                console = Console(stderr=True)
+                done = track(done, "compiling", total=len(running), console=console, transient=True)
+            try:
+                for future in done:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=False, cancel_futures=True)
+                raise
+        return len(todo)
 
     def traces(self) -> dict[str, Callable[[], None]]:
         """{case: function that traces what this engine runs in it}, for `contract.derive`."""
