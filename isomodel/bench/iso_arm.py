@@ -30,7 +30,7 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
       {"tokens": sampled in a run, "seconds": [of each run], "ttft_s": [from one request to its first token],
        "start_s": to load and compile, "peak_gb", "copy_tb_per_s", "stats": EngineStats of the whole}.
     """
-    options = dict(options)
+    options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     numerics = Numerics(options.pop("mode", "iso"), options.pop("backend", "auto"))
     start = time.perf_counter()
     cfg = ModelConfig.load(folder)

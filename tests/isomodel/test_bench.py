@@ -25,7 +25,7 @@ def folder(tmp_path_factory):
 
 def test_our_engine_is_measured_and_a_missing_one_is_not_run(folder, tmp_path, capsys):
     out = tmp_path / "out.json"
-    arguments = ["bench", "engine", str(folder), *SMALL, "--arms", "iso,vllm", "--option", "iso.decode_steps=2"]
+    arguments = ["bench", "engine", str(folder), *SMALL, "--arms", "iso,vllm", "--option", "iso.seq_buckets=[4]"]
     assert cli.main([*arguments, "--json", str(out)]) == 1
     found = json.loads(out.read_text())["arms"]
     assert found["iso"]["tokens"] == 2 * 2 * 3 and len(found["iso"]["seconds"]) == 2 == len(found["iso"]["ttft_s"])
