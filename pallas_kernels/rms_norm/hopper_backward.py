@@ -22,9 +22,9 @@ def schedule(D: int) -> tuple[int, int, int]:
     """(rows of a tile, slots, programs a multiprocessor)."""
     row_bytes = -(-D // (4 * WARP_COLUMNS)) * 4 * WARP_COLUMNS * 2 * 3
     rows = 2
-    while rows < 16 and 2 * rows * row_bytes <= 49152:
+    while rows < 4 and 2 * rows * row_bytes <= 49152:
         rows *= 2
-    return rows, 2, max(1, min(3, 221184 // (2 * rows * row_bytes + D * 2)))
+    return rows, 2, max(1, min(4, 221184 // (2 * rows * row_bytes + D * 2)))
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "plan"))
