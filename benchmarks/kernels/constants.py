@@ -35,8 +35,8 @@ ATTENTION_WORK = {
 }
 """Which kernel serves it, calls in a loop on the device, lengths of queries and of keys, and in words."""
 OTHER_BLOCK = {
-    ("MANY", 256): Many(warpgroups=2, slots=5, overlap=True, park_in_shared=False),
-    ("FEW", 256): Few(pairs=1, slots=6, overlap=True),
+    ("MANY", 256): Many(warpgroups=2, slots=2, overlap=False, park_in_shared=False, turns=False),
+    ("FEW", 256): Few(pairs=1, slots=3, overlap=False),
 }
 """Schedules of the block that the contract does not have, where the committed one with its slots in as many bytes is not best."""
 VOCAB_BLOCKS = (64, 128, 256)

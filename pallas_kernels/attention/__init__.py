@@ -1,6 +1,6 @@
 """Causal attention on paged keys and values: one op for training, prefill and decode.
 
-Keys are walked in absolute blocks of 128 positions from position 0, in splits of 2048. Scores are fp32, scaled into log2
+Keys are walked in absolute blocks of 128 positions (64 where head_dim is above 128) from position 0, in splits of 2048. Scores are fp32, scaled into log2
 units; P is rounded to the compute dtype, O stays fp32 (FlashAttention-2, algorithm 1). Splits are merged in order; a fully
 masked block or split changes nothing. Unwritten rows of a page, and rows of other sequences, may hold anything.
 """
@@ -57,7 +57,7 @@ def attention(
     """
     page_size, K = k_pages.shape[-3], k_pages.shape[-2]
     if BLOCK % page_size:
-        raise ValueError(f"{region}: page size {page_size} does not divide the KV block of {BLOCK}")
+        raise ValueError(f"{region}: page size {page_size} does not divide {BLOCK}")
     if q_THd.shape[1] % K or q_THd.shape[2] != k_pages.shape[-1] or k_pages.shape != v_pages.shape:
         raise ValueError(f"{region}: q {q_THd.shape}, k pages {k_pages.shape}, v pages {v_pages.shape} do not fit")
     if not q_THd.dtype == k_pages.dtype == v_pages.dtype:
@@ -71,9 +71,8 @@ def attention(
 
 
 def kv_block(d: int) -> int:
-    """Positions of one KV block at head_dim d."""
-    del d
-    return BLOCK
+    """Positions of one KV block at head_dim d: on Hopper, scores of 128 keys do not fit in registers beside O of 256 columns."""
+    return BLOCK if d <= 128 else 64
 
 
 def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str) -> Work | None:

@@ -18,7 +18,7 @@ from pallas_kernels.attention.hopper_tiles import ROWS, Shape
 from pallas_kernels.attention.reference import NEVER, softmax_scale
 from pallas_kernels.attention.schedules import MANY
 
-VERSION = 2
+VERSION = 3
 HEAD_DIMS = (64, 128, 256)
 MOST_GROUP = 16
 LEAST_PAGE = 8

@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels.attention import SPLIT, kv_block
 from pallas_kernels.tiles import exp2_int
 
-VERSION = 1
+VERSION = 2
 TILE_TOKENS = 16
 NEVER = -(2.0**30)
 """Initial running maximum: finite, so that a row without a key never meets infinity minus infinity."""

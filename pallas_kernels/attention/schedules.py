@@ -50,12 +50,12 @@ class Few:
 MANY = {
     64: Many(warpgroups=2, slots=8, overlap=True, park_in_shared=True, turns=True),
     128: Many(warpgroups=2, slots=4, overlap=True, park_in_shared=True, turns=True),
-    256: Many(warpgroups=2, slots=2, overlap=False, park_in_shared=False, turns=True),
+    256: Many(warpgroups=2, slots=5, overlap=True, park_in_shared=False, turns=True),
 }
 """By head_dim."""
 FEW = {
     64: Few(pairs=2, slots=6, overlap=True),
     128: Few(pairs=2, slots=3, overlap=True),
-    256: Few(pairs=1, slots=3, overlap=False),
+    256: Few(pairs=1, slots=6, overlap=True),
 }
 """By head_dim."""

@@ -112,7 +112,7 @@ def exact(s: Sequence) -> np.ndarray:
     return out
 
 
-@pytest.mark.parametrize("d, G, page", [(64, 3, 16), (128, 4, 128), (128, 16, 8), (256, 1, 64)])
+@pytest.mark.parametrize("d, G, page", [(64, 3, 16), (128, 4, 128), (128, 16, 8), (256, 1, 128)])
 def test_decode_has_the_bits_of_training_at_every_length(d, G, page):
     s = Sequence.draw(max(EDGES), 1, G, d, seed=d + G)
     training = run(hopper_forward, [(s, 0, 0, len(s.q))], Pool.of([s], page))
@@ -203,13 +203,13 @@ def test_no_schedule_reaches_the_bits(packed):
     assert different(run(hopper_forward, work, pool, T, other), together) == 0
 
 
-def test_error_is_no_larger_than_cudnns(packed):
-    sequences, _, _, together = packed
-    s = sequences[3]
+@pytest.mark.parametrize("d", [128, 256])
+def test_error_is_no_larger_than_cudnns(d):
+    s = Sequence.draw(SPLIT + 50, 2, 4, d, seed=SPLIT + 50)
     q, k, v = (jnp.asarray(x, jnp.bfloat16)[None] for x in dataclasses.astuple(s))
     cudnn = jax.jit(functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn"))(q, k, v)[0]
-    mine = together[0][pieces(sequences)[3]]
-    ours, theirs = errors(f"forward, {len(s.q)} tokens, a peaked softmax", mine, cudnn, exact(s))
+    mine, _ = run(hopper_forward, [(s, 0, 0, len(s.q))], Pool.of([s], page=64))
+    ours, theirs = errors(f"forward, {len(s.q)} tokens, head_dim {d}, a peaked softmax", mine, cudnn, exact(s))
     assert ours <= 1.02 * theirs
 
 

@@ -68,9 +68,11 @@ def test_schedules_fit_an_sm():
 def test_the_contract_names_what_reaches_the_bits():
     entry = hopper.entry(4, 8, 128, jnp.dtype("bfloat16"))
     assert entry == hopper.entry(8, 2, 128, jnp.dtype("bfloat16"))  # groups and heads reach no row
-    assert entry["block"] == kv_block(128) and entry["split"] == SPLIT
+    assert entry["split"] == SPLIT
     assert float.fromhex(entry["scale"]) == np.float32(reference.softmax_scale(128))
     assert json.dumps(entry) != json.dumps(hopper.entry(4, 8, 64, jnp.dtype("bfloat16")))
+    for d, block in ((64, 128), (128, 128), (256, 64)):
+        assert hopper.entry(4, 8, d, jnp.dtype("bfloat16"))["block"] == kv_block(d) == block
 
 
 def test_the_op_reads_a_layer_of_a_stack():
