@@ -3,35 +3,37 @@
     python -m benchmarks.kernels.tune_gemm_small
 
 An entry stays unless another schedule takes 1 % less time, and a schedule whose bits differ from a plain one's is refused,
-however fast it is. All of it takes two minutes and a half beside 16 CPU cores.
+however fast it is. Processes lower and compile side by side, since lowering holds Python's lock, and measure in turn.
 """
 
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import itertools
-import os
 import pathlib
 import re
 import statistics
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic.gpu import profiler
 
-from benchmarks.kernels import timing
+from benchmarks.kernels import separate, timing
 from benchmarks.kernels.tune_gemm import compact, wide
 from pallas_kernels import mosaic
 from pallas_kernels.gemm import hopper_small
-from pallas_kernels.gemm.hopper_small import TABLE, Schedule, small_gemm
+from pallas_kernels.gemm.hopper_small import MAX_TOKENS, TABLE, Schedule, small_gemm
 
 K = 4096
 LEAVES = {"chain": 1, "tree": 8}
 COLD_BYTES = 1 << 28
 """Of a stack of weights: none is in the L2 cache when its turn comes again."""
 TRIPS, ROUNDS = 24, 3
+PROCESSES, THREADS = 8, 2
 KEEPS = 1.01
 """An entry stays that takes no more than so much of the fastest schedule's time."""
 MOST_STAGES = 20
@@ -75,43 +77,42 @@ def candidates(cell: Cell) -> list[Schedule]:
     return [s for s in (hopper_small.fitted(s, LEAVES[order], out) for s in found) if fits(s)]
 
 
-@functools.cache
-def stack(N: int) -> jax.Array:
-    """[L, N, K] bf16."""
-    L = max(2, -(-COLD_BYTES // (N * K * 2)))
-    return jax.jit(lambda key: jax.random.normal(key, (L, N, K), jnp.bfloat16) * jnp.bfloat16(0.02))(jax.random.key(1))
+def alone(f: Callable, *args):
+    """jit(f)(*args), of which only the execution has the GPU to itself."""
+    run = jax.jit(f).lower(*args).compile()
+    with timing.alone():
+        return jax.block_until_ready(run(*args))
 
 
 @functools.cache
-def rows(tokens: int) -> jax.Array:
-    """[tokens, K] bf16."""
-    return jax.random.normal(jax.random.key(2), (tokens, K), jnp.bfloat16)
+def normal(*shape: int) -> jax.Array:
+    """bf16."""
+    return alone(lambda key: jax.random.normal(key, shape, jnp.bfloat16), jax.random.key(len(shape)))
+
+
+def operands_of(cell: Cell) -> tuple[jax.Array, jax.Array]:
+    """x [tokens, K] and a stack of weights [L, N, K]."""
+    N = columns(cell)
+    return normal(cell[1], K), normal(max(2, -(-COLD_BYTES // (N * K * 2))), N, K)
 
 
 def looped(cell: Cell, schedule: Schedule) -> jax.stages.Lowered:
     """Layers of a stack in turn."""
-    order, tokens, _ = cell
-    shape = stack(columns(cell)).shape
+    args = operands_of(cell)
 
     def loop(x_TK, w_LNK):
-        multiply = lambda i: small_gemm(x_TK, w_LNK, lax.rem(i, shape[0]), LEAVES[order], jnp.bfloat16, schedule=schedule)  # noqa: E731
-        return lax.fori_loop(0, TRIPS, lambda i, _: multiply(i), jnp.zeros((tokens, shape[1]), jnp.bfloat16))
+        L, N, _ = w_LNK.shape
+        y = jnp.zeros((len(x_TK), N), jnp.bfloat16)
+        multiply = lambda i, _: small_gemm(x_TK, w_LNK, lax.rem(i, L), LEAVES[cell[0]], y.dtype, schedule=schedule)  # noqa: E731
+        return lax.fori_loop(0, TRIPS, multiply, y)
 
-    return jax.jit(loop).lower(rows(tokens), stack(columns(cell)))
-
-
-def checked(order: str, schedule: Schedule) -> jax.stages.Lowered:
-    """One GEMM in fp32 that bits are compared on."""
-    N, K = CHECKED
-    multiply = lambda x, w: small_gemm(x, w, None, LEAVES[order], jnp.float32, schedule=schedule)  # noqa: E731
-    shape = lambda *sizes: jax.ShapeDtypeStruct(sizes, jnp.bfloat16)  # noqa: E731
-    return jax.jit(multiply).lower(shape(schedule.tokens * schedule.join, K), shape(N, K))
+    return jax.jit(loop).lower(*args)
 
 
 def times_us(cell: Cell, runs: dict[Schedule, jax.stages.Compiled]) -> dict[Schedule, float]:
     """Median time of each schedule's kernel by CUPTI, measured in turn."""
     found: dict[Schedule, list[float]] = {schedule: [] for schedule in runs}
-    args = rows(cell[1]), stack(columns(cell))
+    args = operands_of(cell)
     with timing.alone():
         for _, (schedule, run) in itertools.product(range(ROUNDS), runs.items()):
             _, kernels = profiler.measure(run, aggregate=False)(*args)
@@ -142,66 +143,62 @@ def source(chosen: dict[Cell, Schedule]) -> str:
     return "TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {\n" + "\n".join(lines) + "\n}\n"
 
 
-def measured(pool: concurrent.futures.Executor) -> dict[Cell, dict[Schedule, float]]:
-    """Time of each entry and of its candidates, in microseconds."""
-    runs = {
-        cell: {s: pool.submit(looped(cell, s).compile) for s in dict.fromkeys((present, *candidates(cell)))}
-        for cell, present in cells().items()
-    }
-    found = {}
-    for cell, compiling in runs.items():
-        found[cell] = times_us(cell, {s: run.result() for s, run in compiling.items()})
-        fastest = sorted(found[cell].items(), key=lambda item: item[1])
-        print(cell, columns(cell), ", ".join(f"{us:.2f} us {compact(s)}" for s, us in fastest), flush=True)
-    return found
-
-
-def differing(pool: concurrent.futures.Executor, order: str, schedules: list[Schedule]) -> set[Schedule]:
-    """Those of some schedules with an element whose bits are not those of one plain schedule."""
+@functools.cache
+def wide_operands() -> tuple[jax.Array, jax.Array]:
+    """x, w that bits are compared on."""
     N, K = CHECKED
-    x_TK, w_NK = wide(jax.random.key(0), hopper_small.MAX_TOKENS, K), wide(jax.random.key(1), N, K)
-    runs = {s: pool.submit(checked(order, s).compile) for s in (PLAIN, *schedules)}
+    return tuple(alone(lambda key, s=shape: wide(key, *s), jax.random.key(i)) for i, shape in enumerate(((MAX_TOKENS, K), (N, K))))
 
-    def blocks(s: Schedule) -> list[jax.Array]:
-        T = s.tokens * s.join
-        run = runs[s].result()
-        return [run(x_TK[i : i + T], w_NK).view(jnp.int32) for i in range(0, len(x_TK), T)]
 
-    with timing.alone():
-        want = jnp.concatenate(blocks(PLAIN))
-    found = set()
-    for s in schedules:
-        runs[s].result()
-        with timing.alone():
-            if differ := int((jnp.concatenate(blocks(s)) != want).sum()):
-                print(f"refused, {differ} elements of {want.size} differ: {order} {compact(s)}", flush=True)
-                found.add(s)
+def bits(order: str, schedule: Schedule) -> jax.Array:
+    """Of the fp32 product of `wide_operands`, [MAX_TOKENS, N] int32."""
+    leaves, T = LEAVES[order], schedule.tokens * schedule.join
+    multiply = jax.jit(lambda x, w: small_gemm(x, w, None, leaves, jnp.float32, schedule=schedule))  # lowered once
+    product = lambda x, w: jnp.concatenate([multiply(x[i : i + T], w) for i in range(0, len(x), T)]).view(jnp.int32)  # noqa: E731
+    return alone(product, *wide_operands())
+
+
+canonical = functools.cache(lambda order: bits(order, PLAIN))
+"""Bits of one plain schedule, by order."""
+
+
+def tuned(share: list[Cell]) -> list[dict]:
+    """The entry of each of some cells, as JSON values, and a line on its candidates' times."""
+    for order in LEAVES:
+        canonical(order)  # the first kernel loads Mosaic's runtime, which threads must not do at once
+    found = []
+    with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        runs = {}
+        for cell in map(tuple, share):
+            schedules = dict.fromkeys((cells()[cell], *candidates(cell)))
+            runs[cell] = {s: pool.submit(looped(cell, s).compile) for s in schedules}
+        for cell, compiling in runs.items():
+            times = times_us(cell, {s: run.result() for s, run in compiling.items()})
+            text = ", ".join(f"{us:.2f} us {compact(s)}" for s, us in sorted(times.items(), key=lambda item: item[1]))
+            refused: set[Schedule] = set()
+            while differ := int((bits(cell[0], s := choice(times, cells()[cell], refused)) != canonical(cell[0])).sum()):
+                text += f"; refused, {differ} elements differ: {compact(s)}"
+                refused.add(s)
+            found.append({"cell": cell, "schedule": dataclasses.asdict(s), "text": text})
     return found
 
 
 def main() -> None:
-    checked("chain", PLAIN).compile()  # loads Mosaic's runtime, which threads must not do at once
-    with concurrent.futures.ThreadPoolExecutor(max(os.cpu_count() - 2, 1)) as pool:
-        times = measured(pool)
-        refused: dict[str, set[Schedule]] = {order: set() for order in LEAVES}
-        passed: dict[str, set[Schedule]] = {order: set() for order in LEAVES}
-        while True:
-            chosen = {cell: choice(times[cell], present, refused[cell[0]]) for cell, present in cells().items()}
-            new = {order: list({s for cell, s in chosen.items() if cell[0] == order} - passed[order]) for order in LEAVES}
-            if not any(new.values()):
-                break
-            for order, schedules in new.items():
-                refused[order] |= differing(pool, order, schedules)
-                passed[order] |= set(schedules) - refused[order]
+    shares = [list(cells())[i::PROCESSES] for i in range(PROCESSES)]
+    chosen = {}
+    with separate.taking_turns(), concurrent.futures.ThreadPoolExecutor(PROCESSES) as pool:
+        running = [pool.submit(separate.call, "iso", "tune_gemm_small", "tuned", share) for share in shares]
+        for done in concurrent.futures.as_completed(running):
+            for entry in done.result():
+                cell, schedule = tuple(entry["cell"]), Schedule(**entry["schedule"])
+                chosen[cell] = schedule
+                kept = "kept" if schedule == cells()[cell] else f"now {compact(schedule)}"
+                print(f"{cell} N {columns(cell)}, {kept}: {entry['text']}", flush=True)
     path = pathlib.Path(hopper_small.__file__)
     text, count = re.subn(r"TABLE: dict.*?\n}\n", lambda _: source(chosen), path.read_text(), flags=re.DOTALL)
     if count != 1:
         raise RuntimeError(f"{path} holds the table {count} times")
     path.write_text(text)
-    for cell, present in cells().items():
-        if chosen[cell] != present:
-            us = {s: times[cell][s] for s in (chosen[cell], present)}
-            print(f"{cell}: " + ", was ".join(f"{compact(s)} {us[s]:.2f} us" for s in us), flush=True)
 
 
 if __name__ == "__main__":
