@@ -65,21 +65,26 @@ def device_us(f: Callable, *args, iterations: int = 20) -> float:
     return statistics.median(times)
 
 
-def in_turn_us(programs: dict[str, tuple[Callable, tuple]], iterations: int = 20) -> dict[str, float]:
-    """As `device_us`, of several (compiled function, arguments): one after the other in each batch, as the GPU's clock moves."""
+def in_turn_us(programs: dict[str, tuple[Callable, tuple]], iterations: int = 3, rounds: int = 11) -> dict[str, float]:
+    """Median over rounds of the mean device time of one call of each (compiled function, arguments), in microseconds.
+
+    They are measured one after the other in each round, each round begins with another, and the GPU is kept busy and alone from
+    the first to the last: what its clock does it does to all.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
+    order = list(programs.items())
     with alone():
         for f, args in programs.values():
             jax.block_until_ready(f(*args))
-    for _ in range(BATCHES):
-        with alone():
-            for name, (f, args) in programs.items():
+        for _ in range(rounds):
+            for name, (f, args) in order:
                 jax.block_until_ready(f(*args))
                 start = time.perf_counter()
                 for _ in range(iterations):
                     out = f(*args)
                 jax.block_until_ready(out)
                 times[name].append((time.perf_counter() - start) / iterations * 1e6)
+            order = order[1:] + order[:1]
     return {name: statistics.median(values) for name, values in times.items()}
 
 

@@ -48,7 +48,7 @@ class Few:
 
 
 MANY = {
-    64: Many(warpgroups=2, slots=8, overlap=True, park_in_shared=True, turns=True),
+    64: Many(warpgroups=3, slots=8, overlap=True, park_in_shared=True, turns=True),
     128: Many(warpgroups=2, slots=4, overlap=True, park_in_shared=True, turns=True),
     256: Many(warpgroups=2, slots=5, overlap=True, park_in_shared=False, turns=True),
 }
