@@ -5,6 +5,11 @@ without a pause, so that it is filling the ring for the next tile while consumer
 bands, so that programs at work at one time read the same operands from the L2 cache. A cluster of programs loads what its
 programs share once (TMA multicast).
 
+Consumers keep the tensor cores busy where a leaf or a tile ends, too. The next leaf's first products are issued before the
+last leaf is complete, and sums of leaves are added under them. Where a tile's sum and the next tile's products fit in
+registers together, a tile is stored under the next one's first products, piece by piece ("late"). Where they do not, the
+consumers store in turns, so that one multiplies while the other stores.
+
 Bits: an element is a chain of wgmma over K from zero in fp32 (or `leaves` such chains and a balanced tree of fp32 adds), in
 any schedule. Rows and columns past the edge are loaded as zeros and never stored. A sum of leaves that waits for the leaves
 it is added to waits in registers (of 8 leaves three and the products under way: tiles are narrow for it), or the half of the
@@ -28,6 +33,7 @@ all of them at its end.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -37,6 +43,7 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 
 from pallas_kernels import mosaic
 from pallas_kernels.gemm.schedules import Schedule
@@ -47,6 +54,8 @@ LOADER_REGISTERS, CONSUMER_REGISTERS = 24, 240
 """Of a thread; for the three warpgroups together no more than 512, or they would wait for each other for ever."""
 TILED32 = (plgpu.TilingTransform((8, 32)), plgpu.SwizzleTransform(128))
 """As mosaic.TILED, for 4-byte values: rows are multiples of 32 long."""
+LATE_REGISTERS = 200
+"""Of a consumer's thread, for a tile's sum and the next tile's products together."""
 SHARED = 227 * 1024 - 1024
 """Bytes of shared memory that a program's ring and staging buffer may fill; barriers have the rest."""
 
@@ -63,14 +72,16 @@ class Tile(NamedTuple):
 class Epilogue:
     """What becomes of a tile; see the module's docstring.
 
-    `barriers`: Mosaic puts a barrier of the warpgroup around each access to memory. False for an epilogue that needs none
-    but those of commit_smem and wait_smem_to_gmem.
+    `parts`: what `run` does in short parts, each called as `run` is, between which products may be issued: () if that would
+    not do. `barriers`: Mosaic puts a barrier of the warpgroup around each access to memory. False for an epilogue that needs
+    none but those of commit_smem and wait_smem_to_gmem.
     """
 
     run: Callable[..., None]
     outputs: tuple[jax.ShapeDtypeStruct, ...]
     inputs: tuple[jax.Array, ...] = ()
     scratch: tuple[Any, ...] = ()
+    parts: tuple[Callable[..., None], ...] = ()
     barriers: bool = True
 
 
@@ -90,10 +101,12 @@ def store(T: int, N: int, out_dtype, schedule: Schedule, filled_N: int | None = 
     # Where the scratch is the memory of half a tree, too, each consumer's share of both is the same bytes.
     allocated = 4 * wg_m * wg_n // (64 * columns * itemsize) if schedule.in_shared else slots
 
-    def run(acc_mn, tile, inputs, outputs, scratch):
+    starts = tuple(range(0, len(pieces), together))
+
+    def run(acc_mn, tile, inputs, outputs, scratch, starts=starts):
         del inputs
         (y_TN,), (staged,) = outputs, scratch
-        for first in range(0, len(pieces), together):
+        for first in starts:
             group = [(staged.at[tile.wg, n % slots], *pieces[n]) for n in range(first, min(first + together, len(pieces)))]
             plgpu.wait_smem_to_gmem(slots - together if first else 0, wait_read_only=True)
             for slot, i, j in group:
@@ -110,8 +123,36 @@ def store(T: int, N: int, out_dtype, schedule: Schedule, filled_N: int | None = 
         run,
         outputs=(jax.ShapeDtypeStruct((T, width), out_dtype),),
         scratch=(plgpu.SMEM((schedule.consumers, allocated, 64, columns), out_dtype, transforms=tiling),),
+        parts=tuple(functools.partial(run, starts=(first,)) for first in starts),
         barriers=False,
     )
+
+
+def _complete(acc) -> jax.Array:
+    """What a wait has made complete in an accumulator."""
+    return _here(plgpu.wgmma_accumulator_load(acc, wait_n=None))
+
+
+def _here(x_mn: jax.Array) -> jax.Array:
+    """x, computed here: the compiler would put sums off until they are needed, and keep in registers what they are of."""
+    if mosaic.interpreting():
+        return x_mn
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.Layout.WGMMA,), return_type=plgpu.ShapeDtypeStruct(x_mn.shape, x_mn.dtype, layout=plgpu.Layout.WGMMA)
+    )
+    def emit(_, x):
+        return optimization_barrier(x)
+
+    return emit(x_mn)
+
+
+def _added(sums: tuple, part_mn: jax.Array) -> tuple:
+    """The sums (level, [m, n]) of 2**level leaves each that wait for their right neighbours, when the next leaf has come."""
+    level = 0
+    while sums and sums[-1][0] == level:
+        part_mn, level, sums = _here(sums[-1][1] + part_mn), level + 1, sums[:-1]
+    return (*sums, (level, part_mn))
 
 
 def matmul(
@@ -140,11 +181,15 @@ def matmul(
     clustered = math.prod(s.cluster) > 1
     programs = min(mosaic.SMS // math.prod(s.cluster), math.prod(across))
     halved = s.in_shared and leaves > 4
+    late = bool(epilogue.parts) and s.in_flight > 0 and 2 * wg_m * wg_n // 128 <= LATE_REGISTERS
+    turns = bool(epilogue.parts) and not late
+    parts = (epilogue.run,) if halved else epilogue.parts  # the first part may write where the half lies
+
     def body(x_g, w_g, *refs):
         layer_g, refs = (refs[0], refs[1:]) if layer is not None else (None, refs)
         inputs, refs = refs[: len(epilogue.inputs)], refs[len(epilogue.inputs) :]
         outputs, refs = refs[: len(epilogue.outputs)], refs[len(epilogue.outputs) :]
-        xs, ws, full, empty, (*half_s, scratch) = refs
+        xs, ws, full, empty, *turn, (*half_s, scratch) = refs
         wg = lax.axis_index("wg")
         program = lax.axis_index("program")
         count = lax.div(math.prod(across) - 1 - program, programs) + 1
@@ -203,77 +248,91 @@ def matmul(
             plgpu.set_max_registers(CONSUMER_REGISTERS, action="increase")
             mine = pl.ds(wg * (wg_m if s.split == "m" else wg_n), wg_m if s.split == "m" else wg_n)
 
-            def chain(slot):
-                """The chain over one leaf's K-steps from `slot` on, [wg_m, wg_n] in registers, and the slot after them."""
+            def multiply(acc, slot):
+                plgpu.barrier_wait(full.at[slot])
+                x_mk = xs.at[slot, mine] if s.split == "m" else xs.at[slot]
+                w_nk = ws.at[slot, mine] if s.split == "n" else ws.at[slot]
+                plgpu.wgmma(acc, x_mk, w_nk.transpose((1, 0)))
 
-                def run(acc):
-                    def multiply(slot):
-                        plgpu.barrier_wait(full.at[slot])
-                        x_mk = xs.at[slot, mine] if s.split == "m" else xs.at[slot]
-                        w_nk = ws.at[slot, mine] if s.split == "n" else ws.at[slot]
-                        plgpu.wgmma(acc, x_mk, w_nk.transpose((1, 0)))
+            def total(n, slot, under=()):
+                """The sum of the next `n` leaves, [wg_m, wg_n] in registers, and the slot after them. Each function of
+                `under` is called when one more product of the first leaf is under way."""
 
-                    def step(_, slots):
-                        slot, before = slots
-                        multiply(slot)
-                        plgpu.wgmma_wait(s.in_flight)
-                        plgpu.barrier_arrive(empty.at[before if s.in_flight else slot])
-                        return after(slot), slot
+                def leaf(i, slots, sums, last):
+                    """Leaves from `i` on. slots: the next slot and the one before it, whose products are under way if `last`,
+                    the accumulator of the leaf before this one, is not None."""
 
-                    slots = slot, slot
-                    if s.in_flight:
-                        multiply(slot)
-                        slots = after(slot), slot
-                    end, before = lax.fori_loop(s.in_flight, per_leaf, step, slots)
-                    plgpu.wgmma_wait(0)
-                    if s.in_flight:
-                        plgpu.barrier_arrive(empty.at[before])
-                    return acc[...], end
+                    def run(acc, slots=slots, sums=sums):
+                        def step(_, slots):
+                            slot, before = slots
+                            multiply(acc, slot)
+                            plgpu.wgmma_wait(s.in_flight)
+                            plgpu.barrier_arrive(empty.at[before if s.in_flight else slot])
+                            return after(slot), slot
 
-                return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
+                        done = s.in_flight
+                        if last is not None:
+                            slots = step(0, slots)
+                            sums = _added(sums, _complete(last))
+                        elif s.in_flight:
+                            multiply(acc, slots[0])
+                            slots = after(slots[0]), slots[0]
+                        for k, call in enumerate(under if i == 0 else ()):
+                            if 0 < k < per_leaf:
+                                slots, done = step(0, slots), k + 1
+                            call()
+                        slots = lax.fori_loop(done, per_leaf, step, slots)
+                        if s.in_flight and i + 1 < n:
+                            return leaf(i + 1, slots, sums, acc)
+                        plgpu.wgmma_wait(0)
+                        if s.in_flight:
+                            plgpu.barrier_arrive(empty.at[slots[1]])
+                        sums = _added(sums, _complete(acc))
+                        return leaf(i + 1, slots, sums, None) if i + 1 < n else (sums[0][1], slots[0])
 
-            def tree(size, slot):
-                """The sum of the next `size` leaves, in registers, and the slot after them."""
-                if size == 1:
-                    return chain(slot)
-                if size == 2:
-                    left_mn, slot = chain(slot)
-                    right_mn, slot = chain(slot)
-                    return left_mn + right_mn, slot
+                    return pl.run_scoped(run, plgpu.ACC((wg_m, wg_n), jnp.float32))
 
-                def half(_, carry):
-                    sum_mn, slot = carry
-                    half_mn, slot = tree(size // 2, slot)
-                    return sum_mn + half_mn, slot
+                return leaf(0, (slot, slot), (), None)
 
-                # Adding to -0 is exact, and a sum that a loop carries is what the compiler finds registers for.
-                nothing_mn = plgpu.layout_cast(jnp.full((wg_m, wg_n), -0.0, jnp.float32), plgpu.Layout.WGMMA)
-                return lax.fori_loop(0, 2, half, (nothing_mn, slot))
-
-            def finish(i, acc_mn):
+            def finish(call, i, sum_mn):
+                """Calls an epilogue, or a part of it, with tile i."""
                 row, col = origin(i)
                 at = Tile(row + (wg * wg_m if s.split == "m" else 0), col + (wg * wg_n if s.split == "n" else 0), wg)
-                epilogue.run(acc_mn, at, inputs, outputs, scratch)
+                call(half_s[0][wg] + sum_mn if halved else sum_mn, at, inputs, outputs, scratch)
+
+            def halves(slot, under=()):
+                """The sum of a tile's leaves and the slot after them; with `halved`, of the second half of them, while the
+                first half's is in shared memory."""
+                if not halved:
+                    return total(leaves, slot, under)
+                half_mn, slot = total(leaves // 2, slot, under)
+                plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # its place is the epilogue's scratch
+                half_s[0][wg] = half_mn
+                return total(leaves // 2, slot)
+
+            def late_tile(i, carry):
+                slot, before_mn = carry
+                store = lambda call: pl.when(i > 0)(functools.partial(finish, call, i - 1, before_mn))  # noqa: E731
+                sum_mn, slot = halves(slot, [functools.partial(store, part) for part in parts])
+                return slot, sum_mn
 
             def tile(i, slot):
-                if not halved:
-                    acc_mn, slot = tree(leaves, slot)
-                    finish(i, acc_mn)
-                    return slot
+                sum_mn, slot = halves(slot)
+                if turns:
+                    plgpu.barrier_wait(turn[0].at[wg])
+                finish(epilogue.run, i, sum_mn)
+                if turns:
+                    pl.when((wg == 0) | (i + 1 < count))(lambda: plgpu.barrier_arrive(turn[0].at[1 - wg]))
+                return slot
 
-                def half(h, slot):
-                    half_mn, slot = tree(leaves // 2, slot)
-
-                    def put():
-                        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # its place is the epilogue's scratch
-                        half_s[0][wg] = half_mn
-
-                    lax.cond(h == 0, put, lambda: finish(i, half_s[0][wg] + half_mn))
-                    return slot
-
-                return lax.fori_loop(0, 2, half, slot)
-
-            lax.fori_loop(0, count, tile, jnp.int32(0))
+            if late:
+                nothing_mn = plgpu.layout_cast(jnp.zeros((wg_m, wg_n), jnp.float32), plgpu.Layout.WGMMA)
+                _, sum_mn = lax.fori_loop(0, count, late_tile, (jnp.int32(0), nothing_mn))
+                finish(epilogue.run, count - 1, sum_mn)
+            else:
+                if turns:
+                    pl.when(wg == 1)(lambda: plgpu.barrier_arrive(turn[0].at[0]))
+                lax.fori_loop(0, count, tile, jnp.int32(0))
             plgpu.wait_smem_to_gmem(0)
 
     axes = tuple(axis for axis, size in zip(("cm", "cn"), s.cluster, strict=True) if size > 1)
@@ -288,6 +347,7 @@ def matmul(
         plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
         plgpu.Barrier(num_arrivals=2, num_barriers=s.steps),
         plgpu.ClusterBarrier(collective_axes=axes, **empty) if clustered else plgpu.Barrier(**empty),
+        *([plgpu.Barrier(num_arrivals=1, num_barriers=s.consumers)] if turns else []),
         last,
     ]
     cluster = dict(cluster=s.cluster, cluster_names=("cm", "cn")) if clustered else {}

@@ -20,7 +20,8 @@ SMALL = {
     "cluster along rows": Schedule(128, 64, steps=2, cluster=(2, 1)),
     "cluster along columns": Schedule(128, 64, steps=2, cluster=(1, 2)),
     "no product under way": Schedule(128, 112, steps=3, in_flight=0),
-    "half a tree in shared memory": Schedule(128, 64, steps=3, in_flight=0, in_shared=True),
+    "half a tree in shared memory": Schedule(128, 64, steps=3, in_shared=True),
+    "that, and no product under way": Schedule(128, 64, steps=3, in_flight=0, in_shared=True),
 }
 """Schedules of every form, small enough for the interpreter."""
 
