@@ -1,7 +1,12 @@
 """GEMM: many rows against cuBLAS, one and 256 tokens through whichever kernel the op picks, the backward's library dots.
 
-`python -m benchmarks.kernels.gemm` prints the rows. Many rows are measured under our pinned XLA flags here and under XLA's
-defaults in a process of its own (they reach the library alone), in turn with the library; the smaller ratio is the row.
+`python -m benchmarks.kernels.gemm` prints the rows.
+
+Many rows: the GPU is at its power limit, so that its clock depends on what ran just before. Both sides are therefore measured
+in one process and take turns, in slices of 10 ms that are shorter than the clock's answer, after 0.3 s of the same turns;
+every second turn is in the other order. So both see one clock, and neither gains from what it draws less. XLA's flags reach
+the library alone: under XLA's defaults, in a process of its own, it tries its algorithms on the GPU and takes the fastest,
+under ours it takes its first guess. Ours and the library are measured under both; the row is where the library is faster.
 """
 
 from __future__ import annotations
@@ -28,7 +33,9 @@ WEIGHTS = {
     "24576x4096": ((24576, 4096, 1), (4096, 24576, 8)),
 }
 """N, K and leaves of GEMMs that run one after the other, each the next one's input; every weight has 30 MB or more."""
-ROUNDS = 5
+ROUNDS = 16
+SLICE_US = 10_000
+WARM_S = 0.3
 TRIPS = 300
 """Of a loop on the device with few tokens: starting a program costs about 0.5 ms, which is to be 2 % at most."""
 
@@ -49,19 +56,28 @@ def ours(x_MK: jax.Array, w_NK: jax.Array, leaves: int) -> jax.Array:
     return hopper.gemm(x_MK, w_NK, None, leaves, "row", jnp.bfloat16)
 
 
-def in_turn(calls: dict, iterations: int = 8) -> dict[str, float]:
-    """Microseconds of each call, measured in turn: a GPU at its power limit slows down over a run, for all alike."""
+def in_turn(calls: dict) -> dict[str, float]:
+    """Median microseconds of each (function, *arguments) over slices of calls that take turns; see the module's docstring."""
     run = {name: (timing.compiled(f, *args), args) for name, (f, *args) in calls.items()}
     times: dict[str, list[float]] = {name: [] for name in run}
+
+    def slice_us(name: str, count: int) -> float:
+        f, args = run[name]
+        start = time.perf_counter()
+        jax.block_until_ready([f(*args) for _ in range(count)][-1])
+        return (time.perf_counter() - start) / count * 1e6
+
     with timing.alone():
-        for f, args in run.values():
-            jax.block_until_ready([f(*args) for _ in range(3)])
-        for _ in range(ROUNDS):
-            for name, (f, args) in run.items():
-                start = time.perf_counter()
-                out = [f(*args) for _ in range(iterations)][-1]
-                jax.block_until_ready(out)
-                times[name].append((time.perf_counter() - start) / iterations * 1e6)
+        for name in run:
+            slice_us(name, 3)
+        count = {name: max(round(SLICE_US / slice_us(name, 3)), 2) for name in run}
+        warm = time.perf_counter() + WARM_S
+        while time.perf_counter() < warm:
+            for name in run:
+                slice_us(name, count[name])
+        for turn in range(ROUNDS):
+            for name in list(run)[:: -1 if turn % 2 else 1]:
+                times[name].append(slice_us(name, count[name]))
     return {name: statistics.median(t) for name, t in times.items()}
 
 
@@ -122,7 +138,7 @@ def rows() -> list[dict]:
     rows = []
     for name in by_flags["our flags"]:
         order, shape = name.split("-")
-        flags = min(by_flags, key=lambda flags: by_flags[flags][name][0] / by_flags[flags][name][1])
+        flags = max(by_flags, key=lambda flags: by_flags[flags][name][1])
         mine, theirs = by_flags[flags][name]
         rows.append(
             {
