@@ -10,12 +10,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import dataclasses
-import functools
 import itertools
 import pathlib
 import re
 import statistics
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -33,9 +31,11 @@ LEAVES = {"chain": 1, "tree": 8}
 COLD_BYTES = 1 << 28
 """Of a stack of weights: none is in the L2 cache when its turn comes again."""
 TRIPS, ROUNDS = 24, 3
-PROCESSES, THREADS = 8, 2
+PROCESSES, THREADS = 12, 2
 KEEPS = 1.01
 """An entry stays that takes no more than so much of the fastest schedule's time."""
+FILLED = 1.4
+"""Programs of one wave are at least the number of SMs over this."""
 MOST_STAGES = 20
 """More than fit: a schedule has as many as do."""
 PLAIN = Schedule(64, 64, 64, 2)
@@ -58,47 +58,36 @@ def columns(cell: Cell) -> int:
 
 
 def candidates(cell: Cell) -> list[Schedule]:
-    """What is worth a measurement: one wave of programs that fills half of the SMs at least, or programs that walk."""
+    """What is worth a measurement: one wave of programs that fills most SMs, or programs that walk; as many stages as fit."""
     order, tokens, _ = cell
-    N = columns(cell)
+    N, leaves, out = columns(cell), LEAVES[order], jnp.dtype(jnp.bfloat16)
     found = []
-    for rows, width, split in itertools.product((32, 48, 64, 128, 192), {tokens, min(tokens, 128)}, (1, 2, 4, 8)):
-        for join in (1, 2) if width < tokens and split == 1 else (1,):
-            k_tile = 128 if rows <= 64 and width <= 64 else 64
-            wave = -(-N // rows) * split * (tokens // width)
-            walks = wave > mosaic.SMS
-            unlikely = (rows < 64 and (walks or tokens == 256)) or (rows == 192 and order == "tree") or rows * width > 192 * 128
-            if split > LEAVES[order] or (walks and split > 1) or unlikely:
-                continue
-            if wave * 2 >= mosaic.SMS or split == LEAVES[order]:
-                found.append(Schedule(rows, width, k_tile, MOST_STAGES, split, join, mosaic.SMS * width // tokens if walks else 0))
-    out = jnp.dtype(jnp.bfloat16)
-    fits = lambda s: not hopper_small.fault(tokens, N, K, LEAVES[order], N, s, out)  # noqa: E731
-    return [s for s in (hopper_small.fitted(s, LEAVES[order], out) for s in found) if fits(s)]
+    widths = (tokens,) if tokens < MAX_TOKENS else (64, 128) if N <= 2048 else (128,)
+    for rows, width, k_tile, split in itertools.product((32, 48, 64, 128, 192), widths, (64, 128), (1, 2, 4, 8)):
+        if split > leaves or (k_tile != (128 if max(rows, width) <= 64 else 64) and not rows == width == 64):
+            continue
+        wave = -(-N // rows) * split * (tokens // width)
+        walks = wave > mosaic.SMS
+        unlikely = rows * width > 192 * 128 or (rows == 192 and order == "tree") or (rows < 64 and tokens > 64)
+        if unlikely or (walks and (split > 1 or rows < 64)) or wave * FILLED < mosaic.SMS:
+            continue
+        for join in (1, 2) if tokens > width and split == 1 else (1,):
+            s = Schedule(rows, width, k_tile, MOST_STAGES, split, join, mosaic.SMS * width // tokens if walks else 0)
+            s = hopper_small.fitted(s, leaves, out)
+            if not hopper_small.fault(tokens, N, K, leaves, N, s, out):
+                found.append(s)
+    return found
 
 
-def alone(f: Callable, *args):
-    """jit(f)(*args), of which only the execution has the GPU to itself."""
-    run = jax.jit(f).lower(*args).compile()
-    with timing.alone():
-        return jax.block_until_ready(run(*args))
-
-
-@functools.cache
-def normal(*shape: int) -> jax.Array:
-    """bf16."""
-    return alone(lambda key: jax.random.normal(key, shape, jnp.bfloat16), jax.random.key(len(shape)))
-
-
-def operands_of(cell: Cell) -> tuple[jax.Array, jax.Array]:
+def shapes(cell: Cell) -> tuple[jax.ShapeDtypeStruct, jax.ShapeDtypeStruct]:
     """x [tokens, K] and a stack of weights [L, N, K]."""
     N = columns(cell)
-    return normal(cell[1], K), normal(max(2, -(-COLD_BYTES // (N * K * 2))), N, K)
+    L = max(2, -(-COLD_BYTES // (N * K * 2)))
+    return jax.ShapeDtypeStruct((cell[1], K), jnp.bfloat16), jax.ShapeDtypeStruct((L, N, K), jnp.bfloat16)
 
 
 def looped(cell: Cell, schedule: Schedule) -> jax.stages.Lowered:
     """Layers of a stack in turn."""
-    args = operands_of(cell)
 
     def loop(x_TK, w_LNK):
         L, N, _ = w_LNK.shape
@@ -106,17 +95,27 @@ def looped(cell: Cell, schedule: Schedule) -> jax.stages.Lowered:
         multiply = lambda i, _: small_gemm(x_TK, w_LNK, lax.rem(i, L), LEAVES[cell[0]], y.dtype, schedule=schedule)  # noqa: E731
         return lax.fori_loop(0, TRIPS, multiply, y)
 
-    return jax.jit(loop).lower(*args)
+    return jax.jit(loop).lower(*shapes(cell))
 
 
-def times_us(cell: Cell, runs: dict[Schedule, jax.stages.Compiled]) -> dict[Schedule, float]:
+def bits(order: str, schedule: Schedule) -> jax.stages.Lowered:
+    """Those of an fp32 product, [MAX_TOKENS, N] int32, of operands that reveal a change of order."""
+    (N, K), leaves, T = CHECKED, LEAVES[order], schedule.tokens * schedule.join
+    multiply = jax.jit(lambda x, w: small_gemm(x, w, None, leaves, jnp.float32, schedule=schedule))  # lowered once
+
+    def product(key):
+        x_TK, w_NK = wide(key, MAX_TOKENS, K), wide(jax.random.fold_in(key, 1), N, K)
+        return jnp.concatenate([multiply(x_TK[i : i + T], w_NK) for i in range(0, MAX_TOKENS, T)]).view(jnp.int32)
+
+    return jax.jit(product).lower(jax.random.key(0))
+
+
+def times_us(runs: dict[Schedule, jax.stages.Compiled], *args: jax.Array) -> dict[Schedule, float]:
     """Median time of each schedule's kernel by CUPTI, measured in turn."""
     found: dict[Schedule, list[float]] = {schedule: [] for schedule in runs}
-    args = operands_of(cell)
-    with timing.alone():
-        for _, (schedule, run) in itertools.product(range(ROUNDS), runs.items()):
-            _, kernels = profiler.measure(run, aggregate=False)(*args)
-            found[schedule].append(statistics.median(ms for name, ms in kernels if "mosaic" in name) * 1e3)
+    for _, (schedule, run) in itertools.product(range(ROUNDS), runs.items()):
+        _, kernels = profiler.measure(run, aggregate=False)(*args)
+        found[schedule].append(statistics.median(ms for name, ms in kernels if "mosaic" in name) * 1e3)
     return {schedule: statistics.median(times) for schedule, times in found.items()}
 
 
@@ -143,44 +142,41 @@ def source(chosen: dict[Cell, Schedule]) -> str:
     return "TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {\n" + "\n".join(lines) + "\n}\n"
 
 
-@functools.cache
-def wide_operands() -> tuple[jax.Array, jax.Array]:
-    """x, w that bits are compared on."""
-    N, K = CHECKED
-    return tuple(alone(lambda key, s=shape: wide(key, *s), jax.random.key(i)) for i, shape in enumerate(((MAX_TOKENS, K), (N, K))))
-
-
-def bits(order: str, schedule: Schedule) -> jax.Array:
-    """Of the fp32 product of `wide_operands`, [MAX_TOKENS, N] int32."""
-    leaves, T = LEAVES[order], schedule.tokens * schedule.join
-    multiply = jax.jit(lambda x, w: small_gemm(x, w, None, leaves, jnp.float32, schedule=schedule))  # lowered once
-    product = lambda x, w: jnp.concatenate([multiply(x[i : i + T], w) for i in range(0, len(x), T)]).view(jnp.int32)  # noqa: E731
-    return alone(product, *wide_operands())
-
-
-canonical = functools.cache(lambda order: bits(order, PLAIN))
-"""Bits of one plain schedule, by order."""
-
-
 def tuned(share: list[Cell]) -> list[dict]:
     """The entry of each of some cells, as JSON values, and a line on its candidates' times."""
-    for order in LEAVES:
-        canonical(order)  # the first kernel loads Mosaic's runtime, which threads must not do at once
-    found = []
+    share = [tuple(cell) for cell in share]
+    key = jax.random.key(0)
+    fill = lambda shape: jax.jit(lambda key: jax.random.normal(key, shape.shape, shape.dtype)).lower(key)  # noqa: E731
+    product = {(order, PLAIN): bits(order, PLAIN).compile() for order in LEAVES}  # threads must not load Mosaic's runtime at once
     with concurrent.futures.ThreadPoolExecutor(THREADS) as pool:
+        fills = {shape: pool.submit(fill(shape).compile) for cell in share for shape in shapes(cell)}
         runs = {}
-        for cell in map(tuple, share):
-            schedules = dict.fromkeys((cells()[cell], *candidates(cell)))
-            runs[cell] = {s: pool.submit(looped(cell, s).compile) for s in schedules}
-        for cell, compiling in runs.items():
-            times = times_us(cell, {s: run.result() for s, run in compiling.items()})
-            text = ", ".join(f"{us:.2f} us {compact(s)}" for s, us in sorted(times.items(), key=lambda item: item[1]))
-            refused: set[Schedule] = set()
-            while differ := int((bits(cell[0], s := choice(times, cells()[cell], refused)) != canonical(cell[0])).sum()):
-                text += f"; refused, {differ} elements differ: {compact(s)}"
-                refused.add(s)
-            found.append({"cell": cell, "schedule": dataclasses.asdict(s), "text": text})
-    return found
+        for cell in share:
+            rivals = dict.fromkeys((cells()[cell], *candidates(cell)))
+            runs[cell] = {s: pool.submit(looped(cell, s).compile) for s in rivals}
+        runs = {cell: {s: run.result() for s, run in of.items()} for cell, of in runs.items()}
+        fills = {shape: run.result() for shape, run in fills.items()}
+        times = {}
+        for cell in share:
+            with timing.alone():
+                times[cell] = times_us(runs[cell], *jax.block_until_ready([fills[shape](key) for shape in shapes(cell)]))
+        differ: dict[tuple[str, Schedule], int] = {}
+        while True:
+            refused = {s for (_, s), elements in differ.items() if elements}
+            chosen = {cell: choice(times[cell], cells()[cell], refused) for cell in share}
+            new = {(cell[0], s) for cell, s in chosen.items()} - differ.keys()
+            if not new:
+                break
+            compiling = {of: pool.submit(bits(*of).compile) for of in new}
+            product |= {of: run.result() for of, run in compiling.items()}
+            with timing.alone():
+                differ |= {of: int((product[of](key) != product[of[0], PLAIN](key)).sum()) for of in new}
+    lines = {cell: [f"{us:.2f} us {compact(s)}" for s, us in sorted(of.items(), key=lambda item: item[1])] for cell, of in times.items()}
+    for (order, s), elements in differ.items():
+        for cell in share:
+            if elements and cell[0] == order and s in times[cell]:
+                lines[cell].append(f"refused, {elements} elements differ: {compact(s)}")
+    return [{"cell": cell, "schedule": dataclasses.asdict(chosen[cell]), "text": ", ".join(lines[cell])} for cell in share]
 
 
 def main() -> None:
