@@ -2,11 +2,11 @@
 
 `python -m benchmarks.kernels.gemm` prints the rows.
 
-Many rows: the GPU is at its power limit, so that its clock depends on what ran just before. Both sides are therefore measured
-in one process and take turns, in slices of 10 ms that are shorter than the clock's answer, after 0.3 s of the same turns;
-every second turn is in the other order. So both see one clock, and neither gains from what it draws less. XLA's flags reach
-the library alone: under XLA's defaults, in a process of its own, it tries its algorithms on the GPU and takes the fastest,
-under ours it takes its first guess. Ours and the library are measured under both; the row is where the library is faster.
+Many rows: the GPU is at its power limit, as in training, so that its clock depends on what runs and on what ran before. Both
+sides are therefore measured in one process and take turns, in slices of 10 ms, after 0.3 s of the same turns; every second turn
+is in the other order. So neither has the cooler GPU. XLA's flags reach the library alone: under XLA's defaults, in a process of
+its own, it tries its algorithms on the GPU and takes the fastest, under ours it takes its first guess. Ours and the library are
+measured under both; the row is where the library is faster.
 """
 
 from __future__ import annotations

@@ -116,6 +116,18 @@ def test_every_entry_of_the_table_lowers(order, leaves):
             assert "mosaic_gpu" in text
 
 
+def test_a_tree_adds_leaves_pairwise_and_the_lower_on_the_left():
+    class Leaf(str):
+        def __add__(self, other):
+            return Leaf(f"({self}{other})")
+
+    sums = ()
+    with mosaic.interpreted():
+        for i in range(8):
+            sums = hopper_large._added(sums, Leaf(i))  # noqa: SLF001
+    assert sums == ((3, "(((01)(23))((45)(67)))"),)
+
+
 def test_what_it_cannot_do_is_named():
     x, w = jnp.ones((8, 128), jnp.bfloat16), jnp.ones((64, 128), jnp.bfloat16)
     with pytest.raises(registry.Unsupported, match="multiplies bfloat16, got float32"):
