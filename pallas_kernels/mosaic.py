@@ -16,9 +16,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels import environment
 
@@ -87,6 +88,33 @@ def _announce_relaxed(self, tx_count: int, predicate=None) -> None:
 
 
 mosaic_utils.BarrierRef.arrive_expect_tx = _announce_relaxed
+
+
+STREAM = plgpu.OOBFillMode.UNDEFINED
+"""`oob_mode` of a copy to shared memory of what is read once, such as a weight: its lines leave the L2 cache first. What lies
+outside of the array is then not said to be zero. A copy in Mosaic takes no cache hint, so that this mode, which it has no other
+use for, stands for one; without it nothing changes."""
+_EVICT_FIRST = 0x12F0000000000000  # CUTLASS, cute::TMA::CacheHintSm90
+_hint: contextvars.ContextVar[int | None] = contextvars.ContextVar("hint", default=None)
+_copy, _load = launch_context.LaunchContext.async_copy, nvvm.cp_async_bulk_tensor_shared_cluster_global
+
+
+def _copy_with_hint(self, *, oob_mode=launch_context.OOBFillMode.ZEROS, **operands):
+    token = _hint.set(_EVICT_FIRST if oob_mode == launch_context.OOBFillMode.UNDEFINED else None)
+    try:
+        _copy(self, oob_mode=oob_mode, **operands)
+    finally:
+        _hint.reset(token)
+
+
+def _load_with_hint(*operands, **options):
+    if (hint := _hint.get()) is not None:
+        options["l2_cache_hint"] = mosaic_utils.c(hint, ir.IntegerType.get_signless(64))
+    return _load(*operands, **options)
+
+
+launch_context.LaunchContext.async_copy = _copy_with_hint
+nvvm.cp_async_bulk_tensor_shared_cluster_global = _load_with_hint
 
 
 def _instruction(ptx: str, operands: tuple, layout, fallback):

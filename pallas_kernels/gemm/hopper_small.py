@@ -87,35 +87,35 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
     ("chain", 8): (
         (99, Schedule(rows=48, tokens=8, k_tile=128, stages=12)),
         (132, Schedule(tokens=8, k_tile=128, stages=10)),
-        (264, Schedule(rows=128, tokens=8, stages=8)),
-        (396, Schedule(rows=192, tokens=8, stages=6)),
-        (0, Schedule(tokens=8, stages=20, programs=132)),
+        (264, Schedule(tokens=8, k_tile=128, stages=12, programs=132)),
+        (396, Schedule(tokens=8, k_tile=128, stages=12, programs=132)),
+        (0, Schedule(tokens=8, k_tile=128, stages=12, programs=132)),
     ),
     ("chain", 16): (
         (132, Schedule(tokens=16, k_tile=128, stages=9)),
-        (264, Schedule(rows=128, tokens=16, stages=8)),
-        (396, Schedule(rows=192, tokens=16, stages=6)),
-        (0, Schedule(tokens=16, stages=18, programs=132)),
+        (264, Schedule(tokens=16, k_tile=128, stages=11, programs=132)),
+        (396, Schedule(tokens=16, k_tile=128, stages=11, programs=132)),
+        (0, Schedule(tokens=16, k_tile=128, stages=11, programs=132)),
     ),
     ("chain", 32): (
         (132, Schedule(tokens=32, k_tile=128, stages=8)),
         (264, Schedule(rows=128, tokens=32, stages=8)),
-        (396, Schedule(rows=192, tokens=32, stages=6)),
-        (0, Schedule(tokens=32, stages=16, programs=132)),
+        (396, Schedule(tokens=32, k_tile=128, stages=9, programs=132)),
+        (0, Schedule(tokens=32, k_tile=128, stages=9, programs=132)),
     ),
     ("chain", 64): (
         (132, Schedule(k_tile=128, stages=6)),
         (264, Schedule(rows=128, stages=8)),
-        (396, Schedule(rows=192, stages=6)),
-        (0, Schedule(stages=12, programs=132)),
+        (396, Schedule(k_tile=128, stages=6, programs=132)),
+        (0, Schedule(k_tile=128, stages=6, programs=132)),
     ),
     ("chain", 128): (
         (132, Schedule(tokens=128, stages=7)),
-        (0, Schedule(tokens=128, stages=7, programs=132)),
+        (0, Schedule(rows=128, tokens=128, stages=6)),
     ),
     ("chain", 256): (
         (33, Schedule(k_tile=128, stages=6)),
-        (66, Schedule(tokens=128, stages=7, join=2)),
+        (66, Schedule(tokens=128, stages=8)),
         (0, Schedule(rows=128, tokens=128, stages=6, join=2, programs=66)),
     ),
     ("tree", 8): (
@@ -135,9 +135,9 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
     ("tree", 32): (
         (12, Schedule(tokens=32, k_tile=128, stages=8, split=8)),
         (28, Schedule(tokens=32, k_tile=128, stages=8, split=4)),
-        (66, Schedule(tokens=32, k_tile=128, stages=8, split=2)),
-        (132, Schedule(tokens=32, k_tile=128, stages=8)),
-        (0, Schedule(tokens=32, k_tile=128, stages=8, programs=132)),
+        (66, Schedule(tokens=32, k_tile=128, stages=9, split=2)),
+        (132, Schedule(tokens=32, k_tile=128, stages=9)),
+        (0, Schedule(tokens=32, k_tile=128, stages=9, programs=132)),
     ),
     ("tree", 64): (
         (12, Schedule(k_tile=128, stages=6, split=8)),
@@ -150,14 +150,14 @@ TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
         (12, Schedule(tokens=128, stages=6, split=8)),
         (28, Schedule(tokens=128, stages=6, split=4)),
         (66, Schedule(tokens=128, stages=8, split=2)),
-        (132, Schedule(tokens=128, stages=5)),
-        (0, Schedule(tokens=128, stages=5, programs=132)),
+        (132, Schedule(tokens=128, stages=6)),
+        (0, Schedule(tokens=128, stages=6, programs=132)),
     ),
     ("tree", 256): (
-        (14, Schedule(tokens=128, stages=6, split=4)),
-        (33, Schedule(tokens=128, stages=8, split=2)),
-        (66, Schedule(rows=128, tokens=128, stages=5, split=2)),
-        (0, Schedule(tokens=128, stages=5, join=2, programs=66)),
+        (14, Schedule(k_tile=128, stages=6, split=2)),
+        (33, Schedule(k_tile=128, stages=6)),
+        (66, Schedule(rows=128, tokens=128, stages=6, split=2)),
+        (0, Schedule(tokens=128, stages=6, programs=66)),
     ),
 }
 """By order and tokens: numbers of 64-row tiles of the weight up to which a schedule serves (0: any), and the schedule.
@@ -206,11 +206,11 @@ def fault(T, N, K, leaves, columns, s: Schedule, out_dtype) -> str | None:
 
 
 def smem_bytes(s: Schedule, leaves: int, out_dtype, stages: int) -> int:
-    """Shared memory of a program: loads in flight, staged output, sums that wait, sums from other programs, barriers."""
+    """Shared memory of a program: loads in flight, sums from other programs or else staged output, sums that wait, barriers."""
     rows = s.warpgroups * WGMMA_ROWS
     ring = stages * ((rows + s.tokens) * s.k_tile * 2 + 16)
-    sums = s.waiting(leaves) * s.tokens + (s.received * s.owned if s.split > 1 else 0)
-    return ring + rows * (s.owned * jnp.dtype(out_dtype).itemsize + 4 * sums) + 1024
+    end = s.owned * (4 * s.received if s.split > 1 else jnp.dtype(out_dtype).itemsize)
+    return ring + rows * (end + 4 * s.waiting(leaves) * s.tokens) + 1024
 
 
 def _tiles(width: int, itemsize: int) -> tuple:
@@ -226,7 +226,6 @@ def _scratch(s: Schedule, leaves: int, columns: int, out_dtype) -> dict:
     scratch = {
         "x_s": plgpu.SMEM((s.stages, s.tokens, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED),
         "w_s": plgpu.SMEM((s.stages, s.warpgroups * WGMMA_ROWS, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED),
-        "y_s": plgpu.SMEM((s.warpgroups, s.owned, WGMMA_ROWS), out_dtype, transforms=y_tiles),
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
         # A slot is free when every program that shares one of its loads has read it.
         "empty": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=s.warpgroups, num_barriers=s.stages),
@@ -234,9 +233,13 @@ def _scratch(s: Schedule, leaves: int, columns: int, out_dtype) -> dict:
     if s.waiting(leaves):
         shape = (s.waiting(leaves), s.warpgroups, WGMMA_ROWS, s.tokens)
         scratch["waiting_s"] = plgpu.SMEM(shape, jnp.float32, transforms=_tiles(min(s.tokens, 32), 4))
+    y_s = lambda owned: plgpu.SMEM((s.warpgroups, owned, WGMMA_ROWS), out_dtype, transforms=y_tiles)  # noqa: E731
+    scratch["end_s"] = y_s(s.owned)
     if s.split > 1:
+        # A warpgroup's output overwrites what it has received, so both are of one size.
         tiles = _tiles(min(s.owned, 32), 4)
-        scratch["parts_s"] = plgpu.SMEM((s.warpgroups, s.received, WGMMA_ROWS, s.owned), jnp.float32, transforms=tiles)
+        parts_s = plgpu.SMEM((s.warpgroups, s.received, WGMMA_ROWS, s.owned), jnp.float32, transforms=tiles)
+        scratch["end_s"] = plgpu.RefUnion(y_s(s.received * s.owned * 4 // out_dtype.itemsize), parts_s)
         scratch["arrived"] = plgpu.Barrier(num_arrivals=s.received, num_barriers=s.warpgroups)
     return scratch
 
@@ -326,7 +329,9 @@ def small_gemm(
         def tile(t):
             return (program + t * programs) * s.rows
 
-        def scoped(x_s, w_s, y_s, full, empty, waiting_s=None, parts_s=None, arrived=None):
+        def scoped(x_s, w_s, full, empty, end_s, waiting_s=None, arrived=None):
+            y_s, parts_s = end_s if s.split > 1 else (end_s, None)
+
             @pl.when(wg == s.warpgroups)
             def _load():
                 if s.warpgroups > 1:
@@ -347,6 +352,7 @@ def small_gemm(
                         w_s.at[slot] if s.rows >= WGMMA_ROWS else w_s.at[slot, pl.ds(0, rows)],
                         full.at[slot],
                         collective_axes="block" if join > 1 else None,
+                        oob_mode=mosaic.STREAM,
                     )
                     plgpu.copy_gmem_to_smem(x_g.at[pl.ds(first_token, s.tokens), at_k], x_s.at[slot], full.at[slot])
                     return carry
@@ -359,8 +365,12 @@ def small_gemm(
 
                     return carry
 
-                lax.fori_loop(0, count * steps, step, None)
-                lax.fori_loop(count * steps, count * steps + s.stages, drain, None)
+                @plgpu.warp_map
+                def _(warp):  # one warp needs no barrier of the warpgroup for each load
+                    @pl.when(warp == 0)
+                    def _():
+                        lax.fori_loop(0, count * steps, step, None)
+                        lax.fori_loop(count * steps, count * steps + s.stages, drain, None)
 
             def chain(first):
                 """One leaf: steps first.. of this program's loads, summed from zero."""
@@ -403,10 +413,11 @@ def small_gemm(
                     n_NT = plgpu.broadcasted_iota(jnp.int32, y_NT.shape, 0, layout=plgpu.Layout.WGMMA) + first
                     y_NT = jnp.where(n_NT < N, y_NT, jnp.float32(fill))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                y_s.at[wg].transpose((1, 0))[...] = plgpu.layout_cast(y_NT.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                y_w = y_s.at[wg, pl.ds(0, owned)]
+                y_w.transpose((1, 0))[...] = plgpu.layout_cast(y_NT.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
                 plgpu.commit_smem()
                 if rows == WGMMA_ROWS:
-                    plgpu.copy_smem_to_gmem(y_s.at[wg], y_g.at[pl.ds(at_token, y_NT.shape[1]), pl.ds(first, rows)])
+                    plgpu.copy_smem_to_gmem(y_w, y_g.at[pl.ds(at_token, y_NT.shape[1]), pl.ds(first, rows)])
                     return
                 for t in range(0, y_NT.shape[1], 8):  # in shared memory only 8 tokens of fewer than 64 rows are contiguous
                     plgpu.copy_smem_to_gmem(
@@ -489,5 +500,7 @@ def small_gemm(
         cluster_names=AXES[2:4],
         num_threads=s.warpgroups + 1,
         thread_name=AXES[4],
+        # Only sums that wait in shared memory are read by other lanes than wrote them.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not waits_in_smem),
     )
     return y(x_TK, value, *((jnp.reshape(layer, (1,)),) if stacked else ()))

@@ -166,3 +166,11 @@ def test_programs_send_sums_without_waiting_for_the_whole_gpu():
 def test_faults_are_named(T, N, K, leaves, schedule, fault):
     with pytest.raises(ValueError, match=fault):
         small_gemm(jnp.ones((T, K), jnp.bfloat16), jnp.ones((N, K), jnp.bfloat16), None, leaves, jnp.float32, schedule=schedule)
+
+
+def test_weights_leave_the_cache_first_and_tokens_do_not(monkeypatch):
+    hinted = []
+    load = mosaic._load
+    monkeypatch.setattr(mosaic, "_load", lambda *a, **options: hinted.append("l2_cache_hint" in options) or load(*a, **options))
+    lowered(24, 1048, 2048, 1, jnp.bfloat16)
+    assert hinted == [True, False]
