@@ -10,7 +10,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 
 KV_BLOCK = 128
-"""Attention walks keys and values in absolute blocks of this many positions; a page divides it and cannot show."""
+"""Page tables are padded to so many positions: pages and attention's blocks of keys divide it, so that no page can show."""
 
 Key = bytes
 """Name of a full page's content: a digest of the weight version and of every token up to the page's end."""
