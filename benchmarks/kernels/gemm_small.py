@@ -15,7 +15,6 @@ from jax.experimental.mosaic.gpu import profiler
 
 from benchmarks.kernels import separate, timing
 from pallas_kernels.gemm import hopper
-from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
 
 LAYER = {"qkv": (6144, 4096, 1), "o": (4096, 4096, 8), "gate_up": (24576, 4096, 1), "down": (4096, 12288, 8)}
 """N, K and leaves of the GEMMs of one Qwen3-8B layer."""
@@ -42,14 +41,19 @@ def stack(L: int, N: int, K: int) -> jax.Array:
     return jax.jit(lambda key: jax.random.normal(key, (L, N, K), jnp.bfloat16) * jnp.bfloat16(0.02))(jax.random.key(1))
 
 
-def kernel_us(T: int, w_LNK: jax.Array, leaves: int, schedule: Schedule | None = None) -> float:
-    """Median time of the kernel over layers of a stack, by CUPTI: without the gap before it."""
+def multiply(x_TK: jax.Array, w_LNK: jax.Array, layer: jax.Array, leaves: int) -> jax.Array:
+    """A layer's GEMM by whichever kernel the op picks."""
+    return hopper.gemm(x_TK, w_LNK, layer, leaves, "row", jnp.bfloat16)
+
+
+def kernel_us(T: int, w_LNK: jax.Array, leaves: int) -> float:
+    """Median time of the op's kernel over layers of a stack, by CUPTI: without the gap before it."""
     L, N, K = w_LNK.shape
     x_TK = jax.random.normal(jax.random.key(2), (T, K), jnp.bfloat16)
 
     def loop(x_TK, w_LNK):
-        multiply = lambda i, _: small_gemm(x_TK, w_LNK, lax.rem(i, L), leaves, jnp.bfloat16, schedule=schedule)  # noqa: E731
-        return lax.fori_loop(0, TRIPS, multiply, jnp.zeros((T, N), jnp.bfloat16))
+        step = lambda i, _: multiply(x_TK, w_LNK, lax.rem(i, L), leaves)  # noqa: E731
+        return lax.fori_loop(0, TRIPS, step, jnp.zeros((T, N), jnp.bfloat16))
 
     run = timing.compiled(loop, x_TK, w_LNK)
     with timing.alone():
@@ -76,7 +80,7 @@ def layer_us(T: int) -> float:
     def step(i, ys, weights, xs):
         del ys
         operands = zip(xs, weights, LAYER.values(), strict=True)
-        return [small_gemm(x, w, lax.rem(i, 4), leaves, jnp.bfloat16) for x, w, (_, _, leaves) in operands]
+        return [multiply(x, w, lax.rem(i, 4), leaves) for x, w, (_, _, leaves) in operands]
 
     ys = [jnp.zeros((T, N), jnp.bfloat16) for N, _, _ in LAYER.values()]
     return timing.loop_us(step, ys, weights, xs, trips=250)
@@ -131,7 +135,7 @@ def rows() -> list[dict]:
 def training_us(N: int, K: int, leaves: int) -> float:
     """Time of a training batch's GEMM with so many leaves."""
     x_TK = jax.random.normal(jax.random.key(2), (TRAINING_TOKENS, K), jnp.bfloat16)
-    return timing.device_us(lambda x, w: hopper.gemm(x, w, None, leaves, "row", jnp.bfloat16), x_TK, stack(1, N, K)[0])
+    return timing.device_us(lambda x, w: multiply(x, w, None, leaves), x_TK, stack(1, N, K)[0])
 
 
 def leaves_rows() -> list[dict]:
