@@ -13,6 +13,7 @@ import dataclasses
 import difflib
 import functools
 import itertools
+import math
 import os
 import pathlib
 import re
@@ -205,7 +206,8 @@ def choose(us: dict[Cell, dict[str, float]]) -> dict[str, object]:
         waves += quicker(times[compact(schedule)], times[other], entry, [], entry if there else [])
     times = us[LONG]
     fewer, all_rows = (compact(table["tree", T, LONG[2]]) for T in (schedules.LONG_TREE_ROWS, schedules.ROWS[-1]))
-    long_tree = quicker(times[fewer], times[all_rows], LONG_FROM, None, schedules.LONG_TREE)
+    of = lambda name: times.get(name, math.inf)  # noqa: E731  (a tile too small for so many rows is not measured)
+    long_tree = quicker(of(fewer), of(all_rows), LONG_FROM, None, schedules.LONG_TREE)
     return {"ONE_WAVE": tuple(waves), "LONG_TREE": long_tree, "FEW": few, "TABLE": table}
 
 
