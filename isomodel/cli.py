@@ -21,6 +21,7 @@ from collections.abc import Callable, Sequence
 COMMANDS = {
     "fetch": ("isomodel.fetch", "get a small model, converted to a Hugging Face folder"),
     "generate": ("isomodel.rollout.command", "sample completions of prompts, to JSON lines"),
+    "serve": ("isomodel.rollout.server.command", "serve a model over HTTP: OpenAI's API, and token ids in and out"),
     "convert": ("isomodel.convert", "make a Hugging Face folder from a GGUF file or another folder"),
     "contract": ("isomodel.contract.cli", "what reaches the bits of a model here, as data: show, diff"),
     "verify": ("isomodel.verify", "run the bit gates on a model; exit 1 on any differing bit"),

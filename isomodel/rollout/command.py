@@ -53,7 +53,7 @@ def add_commands(subparsers) -> None:
         help="for the chat template (VALUE: JSON or text)",
     )
     _add_sampling(parser.add_argument_group("sampling"))
-    _add_engine(parser.add_argument_group("engine (none of these reaches the bits, but numerics, backend and dtype)"))
+    add_engine_options(parser, most_tokens="what the prompts need")
     parser.set_defaults(run=run)
 
 
@@ -71,14 +71,16 @@ def _add_sampling(group) -> None:
     group.add_argument("--prompt-logprobs", action="store_true", help="log-probabilities of the prompt's tokens too")
 
 
-def _add_engine(group) -> None:
+def add_engine_options(parser: argparse.ArgumentParser, *, most_tokens: str) -> None:
+    """Adds the options that size an engine and choose its numerics; `most_tokens`: what max-model-len is by default."""
+    group = parser.add_argument_group("engine (none of these reaches the bits, but numerics, backend and dtype)")
     group.add_argument("--numerics", choices=environment.MODES, default="iso", help="iso keeps bits (default)")
     group.add_argument("--backend", choices=("auto", "reference", "hopper"), default="auto")
     group.add_argument(
         "--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="of weights and activations"
     )
     group.add_argument("--max-seqs", type=int, default=64, help="completions that run at one time (default 64)")
-    group.add_argument("--max-model-len", type=int, help="most tokens, prompt included; default: what the prompts need")
+    group.add_argument("--max-model-len", type=int, help=f"most tokens, prompt included; default: {most_tokens}")
     group.add_argument(
         "--kv-memory-mb", type=float, help="size of the KV cache; default: what fits max-seqs, at most 1 GiB"
     )

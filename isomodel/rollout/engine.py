@@ -13,7 +13,7 @@ import numpy as np
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.engine_config import ON_UPDATE, EngineConfig
-from isomodel.rollout.outputs import Completion, EngineStats
+from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.pages import PagePool
 from isomodel.rollout.runner import Runner
 from isomodel.rollout.sampling_params import SamplingParams, assigned_seed
@@ -327,6 +327,24 @@ class Engine:
         self._finish(aborted)
         return len(aborted)
 
+    def tail(self, request_id: str, index: int, start: int) -> Tail | None:
+        """What sample `index` of a request has beyond its first `start` tokens; None when it has finished.
+
+        Costs what it returns: who looks after every step and moves `start` along copies each token once. New weights
+        with on_update="restart" take back tokens that were seen here.
+        """
+        request = self._requests.get(request_id)
+        if request is None or (sample := request.samples[index]).finish_reason:
+            return None
+        if sample.logprobs is None:
+            return Tail(np.zeros(0, np.int32), np.zeros(0, np.float32))
+        first = sample.prompt_len + start
+        return Tail(sample.tokens[first : sample.count].copy(), sample.logprobs[start : sample.generated].copy())
+
+    def reset_prefix_cache(self) -> int:
+        """Forgets the keys and values kept for later requests; those in flight keep theirs. Returns how many pages."""
+        return self._pool.drop_cached()
+
     def update_weights(self, params: Params, version: int, *, on_update: str | None = None) -> int:
         """Samples with new weights from now on; drops all keys and values that the old ones computed.
 
@@ -383,6 +401,8 @@ class Engine:
             preemptions=scheduler.preemptions,
             pages_in_use=self._pool.num_pages - self._pool.available,
             pages=self._pool.num_pages,
+            running=len(self._scheduler.running),
+            waiting=len(self._scheduler.waiting),
         )
 
     def check(self) -> None:

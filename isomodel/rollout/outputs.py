@@ -1,4 +1,4 @@
-"""Completion: what a request brings back; EngineStats: what the engine did."""
+"""Completion: what a request brings back; Tail: what is new of one on its way; EngineStats: what the engine did."""
 
 from __future__ import annotations
 
@@ -65,6 +65,18 @@ class Completion:
         return values
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tail:
+    """What an unfinished sample has got since someone last looked.
+
+    Attributes:
+      token_ids: int32 [n]. logprobs: float32 [n], as a Completion's; computed whether or not the request asked.
+    """
+
+    token_ids: np.ndarray
+    logprobs: np.ndarray
+
+
 @dataclasses.dataclass(frozen=True)
 class EngineStats:
     """Totals since the engine started.
@@ -81,6 +93,7 @@ class EngineStats:
       evictions, dropped: cached pages that gave way to new ones, and that new weights made stale.
       preemptions: samples that gave up their pages and came back.
       pages_in_use, pages: held now, and there are.
+      running, waiting: samples that have a slot now, and that wait for one.
     """
 
     requests: int
@@ -102,3 +115,5 @@ class EngineStats:
     preemptions: int
     pages_in_use: int
     pages: int
+    running: int
+    waiting: int

@@ -43,8 +43,7 @@ def test_characters_of_several_bytes():
 
 
 def test_the_first_of_several_wins_then_the_longest():
-    finder = StopStrings(["b", "ab", "abc"], word_codec)
-    finder._decode = lambda ids: "".join(["x", "abc"][i] for i in ids)
+    finder = StopStrings(["b", "ab", "abc"], lambda ids: "".join(["x", "abc"][i] for i in ids))
     assert run(finder, [0, 1]) == ("abc", 2)
     assert finder.text == "x"
 

@@ -1,0 +1,160 @@
+"""The answers as JSON values, in the shapes of OpenAI's API: whole completions, and pieces of streamed ones."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from isomodel.rollout.detokenizer import REPLACEMENT
+from isomodel.rollout.outputs import Completion, Tail
+from isomodel.rollout.server.text_stream import TextStream
+from isomodel.tokenizer import Tokenizer
+
+Json = dict[str, Any]
+
+
+class TextAnswer:
+    """One answer of /v1/completions; ChatAnswer says what is otherwise for chats.
+
+    Choice p * n + k is sample k of prompt p. Beyond OpenAI's fields, a choice that has ended says its seed and what
+    stopped it, and token ids where they are asked for.
+    """
+
+    object = chunk_object = "text_completion"
+    prefix = "cmpl"
+
+    def __init__(self, tokenizer: Tokenizer, model: str, fingerprint: str, *, logprobs: bool, token_ids: bool):
+        self.tokenizer, self.with_logprobs, self.with_ids = tokenizer, logprobs, token_ids
+        self._about = {
+            "id": f"{self.prefix}-{secrets.token_hex(12)}",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": fingerprint,
+        }
+
+    def whole(self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]]) -> Json:
+        """The answer that is not streamed."""
+        choices = [
+            Choice(self, p * len(group) + k).whole(completion)
+            for p, group in enumerate(completions)
+            for k, completion in enumerate(group)
+        ]
+        tokens = sum(completion.token_ids.size for group in completions for completion in group)
+        return {"object": self.object, **self._about, "choices": choices, "usage": usage(prompts, tokens)}
+
+    def chunk(self, choices: list[Json], **more: Any) -> Json:
+        """One event of a stream."""
+        return {"object": self.chunk_object, **self._about, "choices": choices, **more}
+
+    def opening(self) -> Json | None:
+        """Text fields of a choice's first chunk, before there is a token; None: it has none."""
+        return None
+
+    def message(self, text: str) -> Json:
+        """Text fields of a whole choice."""
+        return {"text": text}
+
+    def delta(self, text: str) -> Json:
+        """Text fields of a piece."""
+        return {"text": text}
+
+    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
+        """Log-probabilities of N sampled tokens, the float32's own values; where each token's text begins."""
+        tokens = [self.spelled(i) for i in ids]
+        return {"tokens": tokens, "token_logprobs": logprobs_N.tolist(), "top_logprobs": None, "text_offset": offsets}
+
+    def spelled(self, token: int) -> str:
+        """A token's own text."""
+        return self.tokenizer.decode([token], skip_special_tokens=False)
+
+
+class ChatAnswer(TextAnswer):
+    """One answer of /v1/chat/completions."""
+
+    object, chunk_object = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def opening(self) -> Json:
+        return {"delta": {"role": "assistant", "content": ""}}
+
+    def message(self, text: str) -> Json:
+        return {"message": {"role": "assistant", "content": text}}
+
+    def delta(self, text: str) -> Json:
+        return {"delta": {"content": text} if text else {}}
+
+    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
+        content = []
+        for token, value in zip(map(self.spelled, ids), logprobs_N.tolist(), strict=True):
+            whole = REPLACEMENT not in token  # else its bytes are a part of a character, which its text does not tell
+            spelled = list(token.encode()) if whole else None
+            content.append({"token": token, "logprob": value, "bytes": spelled, "top_logprobs": []})
+        return {"content": content, "refusal": None}
+
+
+class Choice:
+    """One sample's choice in an answer, whole or piece by piece."""
+
+    def __init__(self, answer: TextAnswer, index: int, stops: Sequence[str] = ()):
+        """`stops`: of the request; only pieces need them."""
+        self._answer, self._index = answer, index
+        self._text = TextStream(stops, answer.tokenizer.decode)
+        self._seen = 0
+
+    def opening(self) -> Json | None:
+        """Choice of the first chunk, before there is a token; None: there is none."""
+        fields = self._answer.opening()
+        return fields and {"index": self._index, **fields, "logprobs": None, "finish_reason": None}
+
+    def whole(self, completion: Completion) -> Json:
+        """The choice that is not streamed."""
+        return self._choice(completion, self._answer.message(completion.text), stream=False)
+
+    def piece(self, new: Tail | Completion) -> Json | None:
+        """Choice of a chunk for what is new of the sample; None while there is nothing to say."""
+        ended = isinstance(new, Completion)
+        choice = self._choice(new, None, stream=True)
+        text = self._text.finish(new.text) if ended else self._text.take()
+        if not (text or ended or self._answer.with_logprobs or self._answer.with_ids):
+            return None
+        return choice | self._answer.delta(text)
+
+    def _choice(self, new: Tail | Completion, fields: Json | None, *, stream: bool) -> Json:
+        answer, ended = self._answer, isinstance(new, Completion)
+        skip = self._seen if ended else 0  # a Completion has all tokens, a Tail only new ones
+        ids = new.token_ids[skip:].tolist()
+        self._seen += len(ids)
+        choice: Json = {"index": self._index, **(fields or {}), "logprobs": None, "finish_reason": None}
+        offsets = [self._text.push(token) for token in ids] if answer.with_logprobs or (stream and not ended) else []
+        if answer.with_logprobs:
+            choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:], offsets)
+        if answer.with_ids:
+            choice["token_ids"] = ids
+        if ended:
+            choice |= {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason, "seed": new.seed}
+            if answer.with_ids:
+                choice["prompt_token_ids"] = new.prompt_ids.tolist()
+        return choice
+
+
+def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> Json:
+    """Counts of tokens."""
+    prompt_tokens = sum(map(len, prompts))
+    total = prompt_tokens + completion_tokens
+    return {"prompt_tokens": prompt_tokens, "completion_tokens": completion_tokens, "total_tokens": total}
+
+
+def rollout(completions: list[list[Completion]], model: str, fingerprint: str) -> Json:
+    """The answer of /v1/rollout: tokens and log-probabilities of all samples, each float as exact as it was."""
+    samples = []
+    for p, group in enumerate(completions):
+        for completion in group:
+            values = completion.to_json()
+            for name in ("request_id", "text", "prompt_ids"):
+                del values[name]
+            samples.append({"prompt": p, **values})
+    return {"object": "rollout", "model": model, "system_fingerprint": fingerprint, "samples": samples}
