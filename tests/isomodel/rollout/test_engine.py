@@ -104,6 +104,26 @@ def test_names(engine):
     assert aborted.finish_reason == "abort" and aborted.token_ids.size == 0 and aborted.logprobs.size == 0
 
 
+def test_tails_are_the_completion_as_it_grows(engine):
+    params = SamplingParams(n=2, max_tokens=23, seed=4)
+    name = engine.add_request(tiny.prompts(1)[0], params)
+    assert engine.tail(name, 0, 0).token_ids.size == 0, "it has not begun"
+    seen, done = {0: [], 1: []}, []
+    while engine.has_work:
+        done += engine.step()
+        for i, tails in seen.items():
+            tail = engine.tail(name, i, sum(t.token_ids.size for t in tails))
+            if tail is not None:
+                tails.append(tail)
+    for completion in done:
+        tails = seen[completion.index]
+        tokens, logprobs = (np.concatenate(x) for x in zip(*((t.token_ids, t.logprobs) for t in tails), strict=True))
+        assert len(tails) > 3 and 0 < len(tokens) < 23
+        assert tokens.tobytes() == completion.token_ids[: len(tokens)].tobytes()
+        assert logprobs.tobytes() == completion.logprobs[: len(tokens)].tobytes()
+    assert engine.tail(name, 0, 0) is None and engine.tail("nobody", 0, 0) is None
+
+
 def test_stop_tokens_and_end_of_sequence(engine):
     prompt = tiny.prompts(1, seed=3)[0]
     free = SamplingParams(seed=2, max_tokens=30, temperature=1.3)

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import openai
 import pytest
@@ -36,6 +37,7 @@ def test_a_signal_drains(folder):
     with server.held():
         answers, threads = in_flight(server, 3)
         server.server.handle_exit(signal.SIGTERM, None)
+        time.sleep(0.5)  # uvicorn looks ten times a second whether it should close its door
         assert "shutting down" in server.refused("/v1/rollout", ASK, 503)
         assert server.ask("/health")[1]["status"] == "draining" and server.ask("/health")[0] == 503
     for thread in threads:
