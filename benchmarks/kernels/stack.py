@@ -6,6 +6,7 @@ Native runs in a process of its own, under XLA's default flags: `python -m bench
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import json
 
 import jax
@@ -15,23 +16,11 @@ import numpy as np
 from benchmarks.kernels import separate, timing
 from isomodel import model, specs
 from isomodel.batch import Rows, TrainPages, make_batch
-from isomodel.config import ModelConfig
+from isomodel.bench.work import SHAPES
 from isomodel.numerics import Numerics
 
-CONFIG = ModelConfig(
-    family="qwen3",
-    vocab_size=1024,
-    hidden_size=4096,
-    intermediate_size=12288,
-    num_layers=8,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    rms_norm_eps=1e-6,
-    rope_theta=1e6,
-    max_positions=16384,
-    tie_embeddings=True,
-    qk_norm=True,
+CONFIG = dataclasses.replace(
+    SHAPES["qwen3-8b"], vocab_size=1024, num_layers=8, max_positions=16384, tie_embeddings=True
 )
 PAGE = 128
 WORK = {"8x2k": (8, 2048, "<= 1.03"), "1x16k": (1, 16384, "<= 1.06")}

@@ -29,6 +29,10 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
     Returns:
       {"tokens": sampled in a run, "seconds": [of each run], "ttft_s": [from one request to its first token],
        "start_s": to load and compile, "peak_gb", "copy_tb_per_s", "stats": EngineStats of the whole}.
+
+    Raises:
+      ValueError, TypeError: `options` that EngineConfig or Numerics does not take.
+      RuntimeError: a completion has fewer tokens than were asked for.
     """
     options = {name: tuple(value) if isinstance(value, list) else value for name, value in options.items()}
     numerics = Numerics(options.pop("mode", "iso"), options.pop("backend", "auto"))

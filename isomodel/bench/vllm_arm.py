@@ -13,6 +13,7 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
 
     Raises:
       ImportError: vLLM is not installed.
+      RuntimeError: a completion has fewer tokens than were asked for.
     """
     from vllm import LLM, SamplingParams
     from vllm.inputs import TokensPrompt
