@@ -133,7 +133,7 @@ def decode() -> list[dict]:
         return jax.random.categorical(key, kept)  # a place in the order: a user looks its token up besides
 
     reduce = lambda *a: logprob.from_logits(*a, region="b", impl="hopper")  # noqa: E731
-    draw = lambda *a: sample.sample(*a, region="c", impl="hopper")  # noqa: E731
+    draw = lambda *a: sample.sample(*a, regions=("c", "b"), impl="hopper")  # noqa: E731
     stats_us = timing.kernel_us(hopper_blocks.block_stats, z, inv_temp)
     work = f"{B} rows of {V} logits"
     return [

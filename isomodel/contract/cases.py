@@ -16,7 +16,7 @@ from isomodel.batch import Batch, KVCache, TrainPages
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.specs import weight_specs
-from pallas_kernels import logprob, sample
+from pallas_kernels import sample
 
 ROWS = 256
 SEQUENCES = 2
@@ -54,8 +54,7 @@ def trace_cases(cfg: ModelConfig, numerics: Numerics) -> dict[str, Callable[[], 
         hidden_BD, cache = model.forward(cfg, numerics, params, batch, cache)
         logits_BV = model.logits(cfg, numerics, params, hidden_BD)
         choice = (logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
-        tokens_B, _ = sample.sample(*choice, region="sample", impl=impl)
-        return logprob.from_logits(logits_BV, tokens_B, inv_temp_B, region="logprob", impl=impl), cache
+        return sample.sample(*choice, regions=("sample", "logprob"), impl=impl), cache
 
     rows = (_batch(ROWS, SEQUENCES, pages), int32((ROWS,)), float32((ROWS,)))
     B = SEQUENCES

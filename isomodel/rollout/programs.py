@@ -19,7 +19,7 @@ from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.slots import DEVICE_STOPS
 from isomodel.specs import Params, weight_specs
-from pallas_kernels import logprob, sample
+from pallas_kernels import sample
 
 COPY_PAGES = 16
 """Pages that one copy program moves; more pages take more calls."""
@@ -31,13 +31,12 @@ class Sampling:
     """How the S rows of a step are sampled.
 
     Attributes:
-      keys_S2: uint32. inv_temp_S: float32, for log-probabilities. sampler_inv_temp_S: float32, 0 is greedy.
+      keys_S2: uint32. inv_temp_S: float32, 0 is greedy.
       top_k_S: int32. top_p_S, min_p_S: float32.
     """
 
     keys_S2: jax.Array
     inv_temp_S: jax.Array
-    sampler_inv_temp_S: jax.Array
     top_k_S: jax.Array
     top_p_S: jax.Array
     min_p_S: jax.Array
@@ -78,20 +77,18 @@ class Shapes:
 
 def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
     """(tokens, log-probability, truncated log-probability, logits) of S final hidden rows."""
-    impl = numerics.impl
     logits_SV = model.logits(cfg, numerics, params, hidden_SD)
-    tokens_S, truncated_S = sample.sample(
+    tokens_S, logprob_S, truncated_S = sample.sample(
         logits_SV,
         sampling.keys_S2,
         positions_S,
-        sampling.sampler_inv_temp_S,
+        sampling.inv_temp_S,
         sampling.top_k_S,
         sampling.top_p_S,
         sampling.min_p_S,
-        region="sample",
-        impl=impl,
+        regions=("sample", "logprob"),
+        impl=numerics.impl,
     )
-    logprob_S = logprob.from_logits(logits_SV, tokens_S, sampling.inv_temp_S, region="logprob", impl=impl)
     return tokens_S, logprob_S, truncated_S, logits_SV
 
 
@@ -185,7 +182,7 @@ def _abstract_cache(cfg, numerics, shapes: Shapes):
 
 def _abstract_sampling(S: int) -> Sampling:
     f32 = _array((S,), jnp.float32)
-    return Sampling(_array((S, 2), jnp.uint32), f32, f32, _array((S,)), f32, f32)
+    return Sampling(_array((S, 2), jnp.uint32), f32, _array((S,)), f32, f32)
 
 
 def mixed_arguments(cfg, numerics, shapes: Shapes, T: int, S: int) -> tuple:

@@ -125,8 +125,7 @@ class Runner:
 
         return programs.Sampling(
             take(t.keys_M2, 0),
-            take(t.inv_temp_M, 1),
-            take(t.sampler_inv_temp_M, 0),
+            take(t.inv_temp_M, 0),
             take(t.top_k_M, 0),
             take(t.top_p_M, 1),
             take(t.min_p_M, 0),

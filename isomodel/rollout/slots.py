@@ -14,7 +14,7 @@ class SlotTable:
     """Fixed slots; a step gathers the rows of the samples that it runs.
 
     Attributes (M slots, P page-table columns):
-      page_table_MP: int32. keys_M2: uint32. inv_temp_M: float32 for log-probabilities; sampler_inv_temp_M: 0 is greedy.
+      page_table_MP: int32. keys_M2: uint32. inv_temp_M: float32, 0 is greedy.
       top_k_M: int32. top_p_M, min_p_M: float32. stops_ME: int32, -1 where unused.
     """
 
@@ -22,7 +22,6 @@ class SlotTable:
         self.page_table_MP = np.zeros((max_seqs, table_width), np.int32)
         self.keys_M2 = np.zeros((max_seqs, 2), np.uint32)
         self.inv_temp_M = np.ones(max_seqs, np.float32)
-        self.sampler_inv_temp_M = np.ones(max_seqs, np.float32)
         self.top_k_M = np.zeros(max_seqs, np.int32)
         self.top_p_M = np.ones(max_seqs, np.float32)
         self.min_p_M = np.zeros(max_seqs, np.float32)
@@ -38,8 +37,7 @@ class SlotTable:
         m = sample.slot = self._free.pop()
         params = sample.request.params
         self.keys_M2[m] = sample.key
-        self.inv_temp_M[m] = params.inv_temp
-        self.sampler_inv_temp_M[m] = params.sampler_inv_temp
+        self.inv_temp_M[m] = params.sampler_inv_temp
         self.top_k_M[m] = params.top_k
         self.top_p_M[m] = params.top_p
         self.min_p_M[m] = params.min_p

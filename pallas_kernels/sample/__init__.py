@@ -10,8 +10,9 @@ exactly in any order), then min-p relative to the largest.
 from __future__ import annotations
 
 import jax
+import jax.numpy as jnp
 
-from pallas_kernels import registry
+from pallas_kernels import logprob, registry
 
 
 def sample(
@@ -23,10 +24,10 @@ def sample(
     top_p_B: jax.Array,
     min_p_B: jax.Array,
     *,
-    region: str,
+    regions: tuple[str, str],
     impl: str,
-) -> tuple[jax.Array, jax.Array]:
-    """One token a row.
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """One token a row, and its log-probabilities.
 
     Args:
       logits_BV: fp32 [B, V padded with -inf].
@@ -36,16 +37,27 @@ def sample(
       top_k_B: int32 [B], how many of the largest entries to keep; 0 keeps all.
       top_p_B: fp32 [B] in (0, 1], smallest set of largest entries with at least this probability; 1 keeps all.
       min_p_B: fp32 [B] in [0, 1], keep entries with at least this share of the largest's probability; 0 keeps all.
-      region: name of the region in the contract.
+      regions: names in the contract of the choice and of the log-probability.
       impl: "reference", "hopper" or "native".
 
     Returns:
-      (tokens int32 [B], log-probability of the token under the truncated, renormalised distribution fp32 [B], nats; 0 for
-      greedy). This is not the log-probability of the contract: that is over the full vocabulary (pallas_kernels.logprob).
+      (tokens int32 [B]; log-probability of each over the whole vocabulary, fp32 [B], nats, the contract's
+      (pallas_kernels.logprob), at temperature 1 for greedy; log-probability under the truncated, renormalised distribution,
+      fp32 [B], 0 for greedy: in rows that keep all entries it is the other one).
 
     Raises:
       registry.Unsupported: no such implementation.
     """
     module = registry.implementation("sample", impl)
-    registry.record(region, module.entry(logits_BV.shape[1]))
-    return module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
+    registry.record(regions[0], module.entry(logits_BV.shape[1]))
+    tokens_B, truncated_B = module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
+    greedy_B = inv_temp_B == 0
+    logprob_B = logprob.from_logits(logits_BV, tokens_B, jnp.where(greedy_B, 1, inv_temp_B), region=regions[1], impl=impl)
+    # By row, not by batch: a row's bits must not tell whether its neighbours truncate.
+    truncated_B = jnp.where(truncates(top_k_B, top_p_B, min_p_B), truncated_B, logprob_B)
+    return tokens_B, logprob_B, jnp.where(greedy_B, 0, truncated_B)
+
+
+def truncates(top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:
+    """Which rows may drop entries, bool [B]."""
+    return (top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0)

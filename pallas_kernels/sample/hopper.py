@@ -12,7 +12,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.logprob import hopper as logprob
 from pallas_kernels.logprob.hopper_blocks import CONSUMERS, STEPS, TILED32, drain
-from pallas_kernels.sample import hopper_truncate
+from pallas_kernels.sample import hopper_truncate, truncates
 
 VERSION = 1
 ROWS, COLUMNS = 64, 128
@@ -47,19 +47,20 @@ def entry(V8: int) -> dict:
 
 
 def sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B) -> tuple[jax.Array, jax.Array]:
-    """(tokens [B], truncated log-probability [B])."""
+    """(tokens [B], log-probability under the truncated distribution [B], anything if no row truncates)."""
     greedy_B = inv_temp_B == 0
     inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
 
-    def choose(logits_BV):
-        tokens_B = _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B)
-        return tokens_B, jnp.where(greedy_B, 0, logprob.reduce(logits_BV, tokens_B, inv_temp_B)[0])
+    def best(logits_BV):
+        return _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B)
 
     def truncated():
-        return choose(hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B))
+        kept_BV = hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B)
+        tokens_B = best(kept_BV)
+        return tokens_B, logprob.reduce(kept_BV, tokens_B, inv_temp_B)[0]
 
-    truncates = jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
-    return lax.cond(truncates, truncated, lambda: choose(logits_BV))
+    some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
+    return lax.cond(some, truncated, lambda: (best(logits_BV), jnp.zeros(logits_BV.shape[0], jnp.float32)))
 
 
 def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:

@@ -8,9 +8,10 @@ from jax import lax
 from jax.extend.random import threefry2x32_p
 
 from pallas_kernels.logprob import reference as logprob
+from pallas_kernels.sample import truncates
 from pallas_kernels.tiles import ROWS, map_rows
 
-VERSION = 1
+VERSION = 2
 FIXED_POINT_BITS = 31
 
 
@@ -29,19 +30,22 @@ def entry(V8: int) -> dict:
 
 
 def sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B) -> tuple[jax.Array, jax.Array]:
-    """(tokens [B], truncated log-probability [B])."""
-    truncates = jnp.any((top_k_B > 0) | (top_p_B < 1) | (min_p_B > 0))
+    """(tokens [B], log-probability under the truncated distribution [B], anything if no row truncates)."""
+    some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
 
     def tile(z_MV, keys_M2, positions_M, inv_temp_M, top_k_M, top_p_M, min_p_M):
         greedy_M = inv_temp_M == 0
         s_MV = z_MV * jnp.where(greedy_M, 1, inv_temp_M)[:, None]
-        keep = lambda: _kept(s_MV, top_k_M, top_p_M, min_p_M)  # noqa: E731
-        keep_MV = lax.cond(truncates, keep, lambda: s_MV > -jnp.inf)
         noisy_MV = s_MV + jnp.where(greedy_M[:, None], 0, _gumbel(keys_M2, positions_M, z_MV.shape[1]))
-        token_M = jnp.argmax(jnp.where(keep_MV, noisy_MV, -jnp.inf), axis=1).astype(jnp.int32)
-        kept_MV = jnp.where(keep_MV, s_MV, -jnp.inf)
-        chosen_M = jnp.take_along_axis(s_MV, token_M[:, None], axis=1)[:, 0]
-        return token_M, jnp.where(greedy_M, 0, chosen_M - jax.nn.logsumexp(kept_MV, axis=1))
+        best = lambda noisy_MV: jnp.argmax(noisy_MV, axis=1).astype(jnp.int32)  # noqa: E731
+
+        def truncated():
+            keep_MV = _kept(s_MV, top_k_M, top_p_M, min_p_M)
+            token_M = best(jnp.where(keep_MV, noisy_MV, -jnp.inf))
+            chosen_M = jnp.take_along_axis(s_MV, token_M[:, None], axis=1)[:, 0]
+            return token_M, chosen_M - jax.nn.logsumexp(jnp.where(keep_MV, s_MV, -jnp.inf), axis=1)
+
+        return lax.cond(some, truncated, lambda: (best(noisy_MV), jnp.zeros_like(greedy_M, jnp.float32)))
 
     return map_rows(tile, (logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B))
 

@@ -21,7 +21,7 @@ V8 = logprob.padded_vocab(V)
 
 @functools.partial(jax.jit, static_argnames="impl")
 def draw(*requests, impl="hopper"):
-    return sample.sample(*requests, region="r", impl=impl)
+    return sample.sample(*requests, regions=("r", "l"), impl=impl)
 
 
 @functools.cache
@@ -63,7 +63,7 @@ def test_tokens_are_the_gumbel_maximum():
     greedy = inv_temp == 0
     scores = z.astype(np.float64) * np.where(greedy, 1, inv_temp)[:, None]
     noisy = scores + np.where(greedy, 0, 1)[:, None] * noise(keys, positions)
-    tokens, lp = whole()
+    tokens, full, lp = whole()
     lost = noisy.max(1) - noisy[np.arange(B), tokens]
     assert (lost < 2e-5).all(), "not the largest, even to rounding"
     assert (tokens != noisy.argmax(1)).sum() <= 1
@@ -71,7 +71,7 @@ def test_tokens_are_the_gumbel_maximum():
     want = scores[np.arange(B), tokens] - np.log(np.exp(scores).sum(1))
     np.testing.assert_allclose(lp[~greedy], want[~greedy], atol=5e-6)
     contract = np.asarray(hopper_logprob.reduce(z, tokens, np.where(greedy, np.float32(1), inv_temp))[0])
-    assert same([lp[~greedy]], [contract[~greedy]]), "nothing is truncated: the contract's log-probability"
+    assert same([full, lp[~greedy]], [contract, contract[~greedy]]), "nothing is truncated: the contract's log-probability"
     for other in ((keys + np.uint32(1), positions), (keys, positions + 1)):
         changed = np.asarray(draw(z, *other, *requests()[3:])[0]) != tokens
         assert changed[~greedy].mean() > 0.5 and not changed[greedy].any(), "the control: another seed or position"

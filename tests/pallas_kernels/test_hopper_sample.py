@@ -11,7 +11,8 @@ import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.extend.random import threefry2x32_p
 
-from pallas_kernels import mosaic
+from pallas_kernels import mosaic, sample
+from pallas_kernels.logprob import hopper as logprob
 from pallas_kernels.sample import hopper, hopper_truncate
 from tests.pallas_kernels.base import same
 from tests.pallas_kernels.test_sample import kept
@@ -43,10 +44,14 @@ def requests(B=B):
     return z, rng.integers(0, 2**32, (B, 2), dtype=np.uint32), np.arange(B, dtype=np.int32) * 7, inv_temp, *none
 
 
+def draw(*requests):
+    return sample.sample(*requests, regions=("choice", "logprob"), impl="hopper")
+
+
 @functools.cache
 def whole():
-    """(tokens, log-probabilities) of `requests()`."""
-    return interpreted(hopper.sample, *requests())
+    """(tokens, log-probabilities, truncated ones) of `requests()`."""
+    return interpreted(draw, *requests())
 
 
 def noise(keys, positions):
@@ -79,22 +84,24 @@ def test_noise_in_its_tails():
 
 def test_tokens_are_the_gumbel_maximum():
     z, keys, positions, inv_temp, *_ = requests()
-    tokens, lp = whole()
+    tokens, full, lp = whole()
     scores = z.astype(np.float64) * np.where(inv_temp == 0, 1, inv_temp)[:, None]
     noisy = scores + np.where(inv_temp == 0, 0, 1)[:, None] * noise(keys, positions)
     assert np.array_equal(tokens, noisy.argmax(1)) and tokens[3] == z[3].argmax()
     p = np.exp(scores)
     want = np.where(inv_temp == 0, 0, np.log((p / p.sum(1, keepdims=True))[np.arange(B), tokens]))
     np.testing.assert_allclose(lp, want, atol=1e-5)
+    contract = interpreted(logprob.reduce, z, tokens, np.where(inv_temp == 0, np.float32(1), inv_temp))[0]
+    assert same([full, lp[inv_temp > 0]], [contract, contract[inv_temp > 0]])
 
 
 def test_a_row_alone_and_beside_rows_that_truncate():
     z, keys, positions, inv_temp, top_k, top_p, min_p = requests()
     pick = np.array([7, 2])
-    some = interpreted(hopper.sample, *(x[pick] for x in (z, keys, positions, inv_temp, top_k, top_p, min_p)))
+    some = interpreted(draw, *(x[pick] for x in (z, keys, positions, inv_temp, top_k, top_p, min_p)))
     assert same(some, [x[pick] for x in whole()])
     top_k[::2] = 3
-    beside = interpreted(hopper.sample, z, keys, positions, inv_temp, top_k, top_p, min_p)
+    beside = interpreted(draw, z, keys, positions, inv_temp, top_k, top_p, min_p)
     assert same([x[1::2] for x in beside], [x[1::2] for x in whole()])
     assert not same([x[::2] for x in beside], [x[::2] for x in whole()])
 
@@ -103,8 +110,8 @@ def test_ties_go_to_the_lowest_index_and_pads_to_none():
     z = np.full((8, V), -np.inf, np.float32)
     z[:, [40, 300, 700, 70]] = 2.0
     _, keys, positions, _, *none = requests(8)
-    assert (interpreted(hopper.sample, z, keys, positions, np.zeros(8, np.float32), *none)[0] == 40).all()
-    tokens = interpreted(hopper.sample, z, keys, positions, np.ones(8, np.float32), *none)[0]
+    assert (interpreted(draw, z, keys, positions, np.zeros(8, np.float32), *none)[0] == 40).all()
+    tokens = interpreted(draw, z, keys, positions, np.ones(8, np.float32), *none)[0]
     assert set(tokens) <= {40, 70, 300, 700} and len(set(tokens)) > 1
 
 
@@ -125,5 +132,5 @@ def test_lowers_for_cuda(monkeypatch, rows=256):
     monkeypatch.setattr(mosaic, "SMS", 132)
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in requests()]
     shapes[0] = jax.ShapeDtypeStruct((rows, 152576), jnp.float32)
-    text = jax.jit(hopper.sample).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 9
+    text = jax.jit(draw).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 9  # the choice with and without truncation; whole and truncated log-probability

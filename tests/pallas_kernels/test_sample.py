@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pallas_kernels import sample
+from pallas_kernels import logprob, sample
 from tests.pallas_kernels.base import ISO, same
 
 V = 1024
@@ -16,7 +16,7 @@ def call(z, *, temperature=1.0, top_k=0, top_p=1.0, min_p=0.0, keys=None, positi
     full = lambda x, dtype: jnp.broadcast_to(jnp.asarray(x, dtype), (B,))  # noqa: E731
     keys = np.stack([np.arange(B), np.zeros(B)], 1) if keys is None else keys
     inv_temp = 0.0 if temperature == 0 else np.float32(1) / np.float32(temperature)
-    return jax.jit(lambda *a: sample.sample(*a, region="r", impl=impl))(
+    return jax.jit(lambda *a: sample.sample(*a, regions=("r", "l"), impl=impl))(
         jnp.asarray(z, jnp.float32), jnp.asarray(keys, jnp.uint32),
         jnp.asarray(np.arange(B) if positions is None else positions, jnp.int32),
         full(inv_temp, jnp.float32), full(top_k, jnp.int32), full(top_p, jnp.float32), full(min_p, jnp.float32),
@@ -66,7 +66,7 @@ def kept(z, top_k=0, top_p=1.0, min_p=0.0):
 def test_support_and_truncated_log_probability(options):
     row = logits(1, seed=4)[0]
     B = 400
-    tokens, lp = call(np.tile(row, (B, 1)), **options)
+    tokens, _, lp = call(np.tile(row, (B, 1)), **options)
     keep = kept(row, **options)
     assert keep[np.asarray(tokens)].all()
     p = np.where(keep, np.exp(row.astype(np.float64) - row.max()), 0)
@@ -74,6 +74,17 @@ def test_support_and_truncated_log_probability(options):
     np.testing.assert_allclose(lp, np.log(p[np.asarray(tokens)]), atol=2e-5)
     expected = np.flatnonzero(p > 0.03)  # 400 draws miss one of these once in 200,000 times
     assert set(expected) <= set(np.asarray(tokens))
+
+
+def test_a_row_that_keeps_all_has_the_contracts_log_probability_beside_any_row():
+    z = logits(6)
+    alone = call(z, temperature=0.8)
+    contract = logprob.from_logits(z, alone[0], jnp.full(6, np.float32(1) / np.float32(0.8)), region="l", impl=ISO[0])
+    assert same(alone[1:], [contract, contract])
+    tokens, full, truncated = call(z, temperature=0.8, top_k=[0, 3, 0, 0, 0, 0], top_p=[1, 1, 1, 0.5, 1, 1])
+    whole = np.array([0, 2, 4, 5])
+    assert same([x[whole] for x in (tokens, full, truncated)], [x[whole] for x in alone])
+    assert (truncated[jnp.array([1, 3])] > full[jnp.array([1, 3])]).all()
 
 
 def test_ties_go_to_the_lowest_index():
@@ -98,7 +109,7 @@ def test_a_large_vocabulary_keeps_its_flat_tail():
 def test_greedy_log_probability_is_zero_and_padding_is_never_sampled():
     z = logits(64, scale=0.01, real=3)
     assert (np.asarray(call(z)[0]) < 3).all()
-    tokens, lp = call(z, temperature=0)
+    tokens, _, lp = call(z, temperature=0)
     assert np.array_equal(tokens, z.argmax(1)) and not np.asarray(lp).any()
 
 
