@@ -247,10 +247,15 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         x_TD = _note("embed", embed.embed(batch.tokens_T, top("embed"), region="embed", impl=numerics.impl))
         # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
-        stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
-        steps = jnp.arange(cfg.num_layers), stacked_masters
-        (x_TD, residual_TD, pages), of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, steps)
-        seen.update(of_layers)
+        if inference and not tap:
+            # The loop's counter is the layer's index: a scan slices it out of a list, one more kernel a layer.
+            carry = lax.fori_loop(0, cfg.num_layers, lambda i, carry: layer(carry, (i, {}))[0], carry)
+        else:
+            stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
+            steps = jnp.arange(cfg.num_layers), stacked_masters
+            carry, of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, steps)
+            seen.update(of_layers)
+        x_TD, residual_TD, pages = carry
         hidden_TD, _ = rms_norm.add_rms_norm(
             x_TD, residual_TD, top("final_norm"), eps=cfg.rms_norm_eps, region="final_norm", impl=numerics.impl
         )

@@ -74,8 +74,8 @@ def few_rows(T: int, S: int, shape: Shape) -> bool:
 def _kernel(q_THd, k_pages, S: int):
     """(the module that serves a call of S sequences, its `Shape`)."""
     T, H, _ = q_THd.shape
-    page, K, d = k_pages.shape[-3:]
-    shape = Shape(H, K, d, page)
+    N, page, K, d = k_pages.shape[-4:]
+    shape = Shape(H, K, d, page, layer_rows=N * page if len(k_pages.shape) == 5 else 0)
     return hopper_decode if few_rows(T, S, shape) else hopper_forward, shape
 
 
@@ -98,8 +98,8 @@ def attention(
     if reason := unsupported_reason(q_THd, k_pages):
         hint = registry.USE_BF16 if q_THd.dtype != jnp.bfloat16 else registry.USE_CPU
         raise registry.Unsupported(f"Hopper attention {reason}; {hint}")
-    *_, N, page, K, d = k_pages.shape
+    K, d = k_pages.shape[-2:]
     kernel, shape = _kernel(q_THd, k_pages, kv_len_S.shape[0])
     k_Rd, v_Rd = (x.reshape(-1, K * d) for x in (k_pages, v_pages))
-    first_row = jnp.zeros((1,), jnp.int32) if layer is None else (layer * (N * page)).astype(jnp.int32).reshape(1)
-    return kernel.attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, first_row, shape, work=work)
+    layer = jnp.zeros((1,), jnp.int32) if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
+    return kernel.attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, layer, shape, work=work)

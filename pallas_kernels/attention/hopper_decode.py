@@ -56,7 +56,7 @@ def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape):
 
 
 def attention(
-    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Few | None = None, work=None
+    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, layer, shape: Shape, schedule: Few | None = None, work=None
 ):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
     T, H, d = q_THd.shape
@@ -65,9 +65,9 @@ def attention(
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
     items_M7, count, *merges = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape)
     M = items_M7.shape[0]
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, items_M7, count)
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_M7, count)
 
-    def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, items_g, count_g, *out_g, scratch):
+    def body(q_g, k_g, v_g, kv_len_g, table_g, layer_g, items_g, count_g, *out_g, scratch):
         q_memory, ring_s, ready, free, q_ready = scratch
         mosaic.after_last_kernel()
         wg = lax.axis_index("wg")
@@ -90,7 +90,7 @@ def attention(
 
             def one_item(i, count):
                 tile, first, last, head = item(i)
-                return fetch(shape, memory, k_g, v_g, table_g, tile, head, first_row_g[0], first, last, count, slots)
+                return fetch(shape, memory, k_g, v_g, table_g, tile, head, layer_g[0] * shape.layer_rows, first, last, count, slots)
 
             drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 

@@ -31,7 +31,7 @@ def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape, schedule: Many
 
 
 def attention(
-    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, first_row, shape: Shape, schedule: Many | None = None, work=None
+    q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, layer, shape: Shape, schedule: Many | None = None, work=None
 ):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]).
 
@@ -39,7 +39,7 @@ def attention(
       q_THd: bf16.
       k_Rd, v_Rd: bf16 [rows of all pages, K * d].
       q_start_S1, kv_len_S, table_SP: int32, as the op has them.
-      first_row: int32 [1], of the layer's pages in k_Rd and v_Rd.
+      layer: int32 [1], whose pages are read where k_Rd and v_Rd are stacks (`Shape.layer_rows`).
       shape: static sizes.
       schedule: None for the table's.
       work: what `work_list` gives; None to compute it here.
@@ -49,9 +49,9 @@ def attention(
     W, slots = plan.warpgroups, plan.slots
     table_N5, count = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape, plan)
     N = table_N5.shape[0]
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, first_row, table_N5, count)
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, table_N5, count)
 
-    def body(q_g, k_g, v_g, kv_len_g, table_g, first_row_g, tiles_g, count_g, o_g, lse_g, *park_g, scratch):
+    def body(q_g, k_g, v_g, kv_len_g, table_g, layer_g, tiles_g, count_g, o_g, lse_g, *park_g, scratch):
         cta, me = lax.axis_index("cta"), lax.axis_index("wg")
         q_memory, ring_s, *park_s, ready, free, q_ready, turn, cleared = scratch
         deal = Deal(cta, mosaic.SMS, count_g[0] * shape.K)
@@ -70,7 +70,7 @@ def attention(
 
             def one_item(i, count):
                 tile, head = item(i)
-                return fetch(shape, memory, k_g, v_g, table_g, tile, head, first_row_g[0], 0, tile.blocks, count, slots)
+                return fetch(shape, memory, k_g, v_g, table_g, tile, head, layer_g[0] * shape.layer_rows, 0, tile.blocks, count, slots)
 
             drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 

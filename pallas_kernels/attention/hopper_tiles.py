@@ -25,6 +25,7 @@ class Shape:
     page: int
     other_block: int | None = None  # than the contract's
     split: int = SPLIT
+    layer_rows: int = 0  # of a layer's keys in a stack of layers
 
     @property
     def G(self) -> int:
