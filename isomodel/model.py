@@ -68,11 +68,7 @@ class Attention(nnx.Module):
         T = x_TD.shape[0]
         qkv_TN = _note("qkv", gemm.chain(x_TD, self.qkv.get_value(), region="qkv", impl=impl))
         qkv_TKgd = qkv_TN.reshape(T, cfg.num_kv_heads, cfg.groups + 2, cfg.head_dim)
-        q_THd, k_TKd, v_TKd = qk_norm_rope.qk_norm_rope(
-            qkv_TKgd,
-            ctx.batch.positions_T,
-            None if self.q_norm is None else self.q_norm.get_value(),
-            None if self.k_norm is None else self.k_norm.get_value(),
+        options = dict(
             eps=cfg.rms_norm_eps,
             theta=cfg.rope_theta,
             max_positions=cfg.max_positions,
@@ -80,8 +76,14 @@ class Attention(nnx.Module):
             impl=impl,
             rotations_T2h=ctx.rotations_T2h,
         )
+        norms = [None if norm is None else norm.get_value() for norm in (self.q_norm, self.k_norm)]
+        rows = qkv_TKgd, ctx.batch.positions_T, *norms
+        if ctx.layer is None:
+            q_THd, k_TKd, v_TKd = qk_norm_rope.qk_norm_rope(*rows, **options)
+            k_pages, v_pages = _own_pages(k_TKd, ctx), _own_pages(v_TKd, ctx)
+        else:
+            q_THd, k_pages, v_pages = qk_norm_rope.to_pages(*rows, *kv, ctx.batch.slots_T, ctx.layer, **options)
         _note("qk_norm_rope", q_THd)
-        k_pages, v_pages = _write_pages(k_TKd, v_TKd, kv, ctx)
         o_THd = attention_op.attention(
             q_THd,
             k_pages,
@@ -99,23 +101,17 @@ class Attention(nnx.Module):
         return _note("o_proj", y_TD), None if ctx.layer is None else (k_pages, v_pages)
 
 
-def _write_pages(k_TKd, v_TKd, kv, ctx: LayerContext):
-    """Bytes move, nothing rounds: rows go to their slots, padding goes nowhere.
+def _own_pages(x_TKd, ctx: LayerContext) -> jax.Array:
+    """Keys or values of a training batch in pages of one layer, made here. Bytes move, nothing rounds.
 
     Every padding row gets a slot of its own out of range: all indices are unique, and XLA's deterministic scatter is then
     a plain parallel store.
     """
-    slots_T = ctx.batch.slots_T
+    slots_T, pages = ctx.batch.slots_T, ctx.pages
     slots_T = jnp.where(slots_T >= NO_SLOT, NO_SLOT + jnp.arange(slots_T.shape[0], dtype=jnp.int32), slots_T)
-    put = lambda pages, at, x: pages.at[at].set(x, mode="drop", unique_indices=True)  # noqa: E731
-    if ctx.layer is None:
-        pages = ctx.pages
-        flat = (pages.num_pages * pages.page_size, *k_TKd.shape[1:])
-        paged = (pages.num_pages, pages.page_size, *k_TKd.shape[1:])
-        return tuple(put(jnp.zeros(flat, x.dtype), slots_T, x).reshape(paged) for x in (k_TKd, v_TKd))
-    page_size = kv[0].shape[2]
-    at = (ctx.layer, slots_T // page_size, slots_T % page_size)
-    return tuple(put(p, at, x) for p, x in zip(kv, (k_TKd, v_TKd), strict=True))
+    flat = jnp.zeros((pages.num_pages * pages.page_size, *x_TKd.shape[1:]), x_TKd.dtype)
+    flat = flat.at[slots_T].set(x_TKd, mode="drop", unique_indices=True)
+    return flat.reshape(pages.num_pages, pages.page_size, *x_TKd.shape[1:])
 
 
 class DenseMLP(nnx.Module):
@@ -302,6 +298,4 @@ def logprobs(
     """
     del cfg
     head = _head(params, masters)
-    return logprob.logprob(
-        hidden_TD, head, targets_T, inv_temp_T, regions=("lm_head", "logprob"), impl=numerics.impl
-    )
+    return logprob.logprob(hidden_TD, head, targets_T, inv_temp_T, regions=("lm_head", "logprob"), impl=numerics.impl)

@@ -91,6 +91,54 @@ def qk_norm_rope(
       ValueError: one norm weight without the other.
       registry.Unsupported: no such implementation.
     """
+    options = dict(eps=eps, theta=theta, max_positions=max_positions, region=region, impl=impl)
+    module, rotations_T2h, norms = _prepared(qkv_TKgd, positions_T, q_norm_d, k_norm_d, rotations_T2h, **options)
+    if impl == "native":
+        return module.qk_norm_rope(qkv_TKgd, rotations_T2h, tuple(w.trainable() for w in norms), eps)
+    values, layers, masters = (tuple(getattr(w, name) for w in norms) for name in ("value", "layer", "master"))
+    return _iso(impl, eps, qkv_TKgd, rotations_T2h, values, layers, masters)
+
+
+def to_pages(
+    qkv_TKgd: jax.Array,
+    positions_T: jax.Array,
+    q_norm_d: Weight | jax.Array | None,
+    k_norm_d: Weight | jax.Array | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slots_T: jax.Array,
+    layer: jax.Array,
+    *,
+    eps: float,
+    theta: float,
+    max_positions: int,
+    region: str,
+    impl: str,
+    rotations_T2h: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`qk_norm_rope`, with keys and values written to their pages: bytes move, nothing rounds. No gradient.
+
+    Args:
+      k_pages, v_pages: [L, N, p, K, d], stacks of layers, of qkv's dtype.
+      slots_T: int32 [T], each row's place in its layer, page * p + offset, no two alike; N * p or more: it goes nowhere.
+      layer: int32 scalar.
+      The others: as `qk_norm_rope` takes them.
+
+    Returns:
+      (q [T, H, d], k_pages, v_pages).
+
+    Raises:
+      What `qk_norm_rope` raises.
+    """
+    options = dict(eps=eps, theta=theta, max_positions=max_positions, region=region, impl=impl)
+    module, rotations_T2h, norms = _prepared(qkv_TKgd, positions_T, q_norm_d, k_norm_d, rotations_T2h, **options)
+    if impl == "native":
+        norms = tuple(w.trainable() for w in norms)
+    return module.to_pages(qkv_TKgd, rotations_T2h, norms, eps, k_pages, v_pages, slots_T, layer)
+
+
+def _prepared(qkv_TKgd, positions_T, q_norm_d, k_norm_d, rotations_T2h, *, eps, theta, max_positions, region, impl):
+    """(implementation, rotations, norms' weights), checked and recorded."""
     if (q_norm_d is None) != (k_norm_d is None):
         raise ValueError(f"{region}: give both norm weights or neither")
     module = registry.implementation("qk_norm_rope", impl)
@@ -100,11 +148,7 @@ def qk_norm_rope(
     registry.record(region, module.entry(qkv_TKgd.shape[1:], eps, theta, table_hash, has_norm, dtype))
     if rotations_T2h is None:
         rotations_T2h = rotations(positions_T, theta=theta, max_positions=max_positions, head_dim=d, dtype=dtype)
-    norms = tuple(as_weight(w) for w in (q_norm_d, k_norm_d)) if has_norm else ()
-    if impl == "native":
-        return module.qk_norm_rope(qkv_TKgd, rotations_T2h, tuple(w.trainable() for w in norms), eps)
-    values, layers, masters = (tuple(getattr(w, name) for w in norms) for name in ("value", "layer", "master"))
-    return _iso(impl, eps, qkv_TKgd, rotations_T2h, values, layers, masters)
+    return module, rotations_T2h, tuple(as_weight(w) for w in (q_norm_d, k_norm_d)) if has_norm else ()
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))

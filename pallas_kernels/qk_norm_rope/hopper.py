@@ -7,10 +7,11 @@ import functools
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic, row_stream
-from pallas_kernels.qk_norm_rope import hopper_backward
+from pallas_kernels.qk_norm_rope import hopper_backward, hopper_pages
 from pallas_kernels.qk_norm_rope.hopper_layout import row_layout, tile_rows
 from pallas_kernels.weight import Weight
 
@@ -47,8 +48,10 @@ def schedule(shape: tuple[int, int, int]) -> tuple[int, int]:
     return stages, max(1, min(4, 221184 // (stages * slot)))
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "plan"))
-def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], *, eps: float, plan):
+@functools.partial(jax.jit, static_argnames=("eps", "plan", "layer_rows"))
+def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], paged=None, *, eps: float, plan, layer_rows: int = 0):
+    """paged: (pages of keys and of values of all layers, [rows, K * d] each; int32 [T], rows of them in a layer; int32 [1],
+    the layer), or None where keys and values are results."""
     T, K, g2, d = qkv_TKgd.shape
     h, groups, dtype = d // 2, g2 - 2, qkv_TKgd.dtype
     rows = tile_rows(h)
@@ -58,9 +61,13 @@ def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], *, eps: float, plan)
     halves = (pl.ds(0, h), pl.ds(h, h))
     stacks = [(w.value, *w.index()) for w in norms]
 
-    def body(*refs):
-        in_g, cos_sin_g, *refs, q_g, k_g, v_g = refs
-        stacks_g = jax.tree.unflatten(jax.tree.structure(stacks), refs)
+    def body(in_g, cos_sin_g, *refs):
+        stacks_g = jax.tree.unflatten(jax.tree.structure(stacks), refs[: jax.tree.structure(stacks).num_leaves])
+        refs = refs[jax.tree.structure(stacks).num_leaves :]
+        if paged is None:
+            q_g, k_g, v_g = refs
+        else:
+            k_pages_g, v_pages_g, slots_g, layer_g, q_g = refs
         read = lambda ref, layout=layout: plgpu.load(ref, layout=layout, optimized=False)  # noqa: E731
         spread = lambda x, axis: row_stream.spread(x, (rows, h), (axis,), layout)  # noqa: E731
         weights = [
@@ -107,8 +114,17 @@ def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], *, eps: float, plan)
 
             def store(tile, slot):
                 t, k = corner(tile)
-                for s, g in ((q_s, q_g), (k_s, k_g), (v_s, v_g)):
+                results = [(q_s, q_g)] if paged is not None else [(q_s, q_g), (k_s, k_g), (v_s, v_g)]
+                for s, g in results:
                     plgpu.copy_smem_to_gmem(s.at[slot], g.at[t, k], commit_group=False)
+                if paged is not None:
+                    slot_M = read(slots_g.at[t], layout.reduce(1))
+                    row_M = jnp.where(slot_M < layer_rows, slot_M + layer_g[0] * layer_rows, -1)
+                    column_Mh = plgpu.broadcasted_iota(jnp.int32, (rows, h), 1, layout=layout)
+                    for s, g in ((k_s, k_pages_g), (v_s, v_pages_g)):
+                        for i, half in enumerate(halves):
+                            x_Mh = read(s.at[slot, :, half])
+                            hopper_pages.store(g, x_Mh, spread(row_M, 0), column_Mh + (k * d + i * h), layout)
 
             row_stream.stream(tiles, stages, loaded, load, work, store)
 
@@ -122,9 +138,28 @@ def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], *, eps: float, plan)
         )
 
     out_type = [jax.ShapeDtypeStruct(s, dtype) for s in ((T, K, groups, d), (T, K, d), (T, K, d))]
-    run = row_stream.kernel(body, programs=row_stream.programs(tiles, programs), out_type=out_type)
-    q_TKgd, k_TKd, v_TKd = run(qkv_TKgd, cos_sin_T2h, *jax.tree.leaves(stacks))
-    return q_TKgd.reshape(T, K * groups, d), k_TKd, v_TKd
+    run = row_stream.kernel(
+        body, programs=row_stream.programs(tiles, programs), out_type=out_type if paged is None else out_type[:1]
+    )
+    if paged is None:
+        q_TKgd, *k_and_v = run(qkv_TKgd, cos_sin_T2h, *jax.tree.leaves(stacks))
+    else:
+        *pages, slots_T, layer = paged
+        slots_P = jnp.pad(slots_T, (0, -T % rows), constant_values=layer_rows)
+        refs = [jax.new_ref(x) for x in pages]
+        (q_TKgd,) = run(qkv_TKgd, cos_sin_T2h, *jax.tree.leaves(stacks), *refs, slots_P, layer)
+        k_and_v = [ref[...] for ref in refs]
+    return q_TKgd.reshape(T, K * groups, d), *k_and_v
+
+
+def to_pages(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], eps: float, k_pages, v_pages, slots_T, layer):
+    """(q [T, H, d], k_pages, v_pages) with this call's keys and values in their places; one kernel, nothing else moves."""
+    L, N, page, K, d = k_pages.shape
+    pages = (x.reshape(L * N * page, K * d) for x in (k_pages, v_pages))
+    paged = (*pages, slots_T, jnp.asarray(layer, jnp.int32).reshape(1))
+    plan = schedule(qkv_TKgd.shape[1:])
+    q_THd, *pages = _call(qkv_TKgd, cos_sin_T2h, norms, paged, eps=eps, plan=plan, layer_rows=N * page)
+    return q_THd, *(x.reshape(k_pages.shape) for x in pages)
 
 
 def qk_norm_rope(

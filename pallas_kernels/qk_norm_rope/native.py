@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 
+from pallas_kernels.qk_norm_rope import pages
 from pallas_kernels.rms_norm import native as rms_norm
 
 
@@ -34,3 +35,9 @@ def qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps: float):
         return jnp.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
 
     return rotate(q_TKgd).reshape(T, K * (g2 - 2), d), rotate(k_TKgd)[:, :, 0], v_TKd
+
+
+def to_pages(qkv_TKgd, cos_sin_T2h, norms, eps: float, k_pages, v_pages, slots_T, layer):
+    """(q [T, H, d], k_pages, v_pages)."""
+    q_THd, k_TKd, v_TKd = qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps)
+    return q_THd, pages.write(k_pages, k_TKd, slots_T, layer), pages.write(v_pages, v_TKd, slots_T, layer)

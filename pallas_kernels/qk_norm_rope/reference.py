@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from pallas_kernels.qk_norm_rope import pages
 from pallas_kernels.rms_norm.reference import LANES, normalise
 from pallas_kernels.tiles import ROWS, map_rows
 from pallas_kernels.weight import Weight
@@ -60,6 +61,12 @@ def qk_norm_rope(
         return rotate(q_MKgd).reshape(-1, K * (g2 - 2), d), rotate(k_MKgd)[:, :, 0], qkv_MKgd[:, :, -1]
 
     return map_rows(tile, (qkv_TKgd, cos_sin_T2h))
+
+
+def to_pages(qkv_TKgd, cos_sin_T2h, norms, eps: float, k_pages, v_pages, slots_T, layer):
+    """(q [T, H, d], k_pages, v_pages)."""
+    q_THd, k_TKd, v_TKd = qk_norm_rope(qkv_TKgd, cos_sin_T2h, norms, eps)
+    return q_THd, pages.write(k_pages, k_TKd, slots_T, layer), pages.write(v_pages, v_TKd, slots_T, layer)
 
 
 def backward(qkv_TKgd, cos_sin_T2h, norms, grads, eps: float) -> tuple[jax.Array, tuple[jax.Array, ...]]:

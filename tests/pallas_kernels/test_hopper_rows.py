@@ -19,6 +19,7 @@ from pallas_kernels.rms_norm import reference as rms_norm_reference
 from pallas_kernels.silu_mul import hopper as silu
 from pallas_kernels.silu_mul import reference as silu_reference
 from pallas_kernels.weight import Weight
+from tests.pallas_kernels import pages_work
 from tests.pallas_kernels.base import bits, relative, same, spread
 
 EPS = 1e-6
@@ -102,6 +103,28 @@ def test_against_the_reference_alone_and_among_nan(name):
     dirty = run(call, *poisoned)
     assert np.isnan(dirty[0][1].astype(np.float32)).any()
     assert same([y[::2] for y in dirty], [y[::2] for y in whole])
+
+
+@pytest.mark.parametrize(
+    "K, G, d, has_norm, T", [(2, 3, 64, True, 37), (3, 1, 64, False, 40), (1, 2, 256, True, 19), (2, 2, 128, True, 1)]
+)
+def test_keys_and_values_go_to_their_pages(K, G, d, has_norm, T):
+    rng = np.random.default_rng(1)
+    qkv, positions = spread(rng, T, K, G + 2, d, binades=2), jnp.asarray(rng.integers(0, 64, T), jnp.int32)
+    slots_T, before = pages_work.slots(T), pages_work.pages(K, d)
+    weights = (weight(d, 1), weight(d, 2)) if has_norm else (None, None)
+    options = dict(eps=EPS, theta=1e4, max_positions=64, region="r")
+
+    def paged(impl, *rows):
+        return qk_norm_rope.to_pages(*rows[:2], *weights, *rows[2:4], slots_T, jnp.int32(1), impl=impl, **options)
+
+    q, k, v = run(functools.partial(turned, d, has_norm), qkv, positions)
+    got = run(paged, qkv, positions, *before)
+    assert same(got, [q, *(pages_work.placed(x, y, slots_T, 1) for x, y in zip(before, (k, v), strict=True))])
+    assert not same(got[1:], before), "control: something was written"
+    shapes = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in (qkv, positions, *before)]
+    text = jax.jit(functools.partial(paged, "hopper")).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count("mosaic_gpu_v2") == 1 and text.count("output_operand_alias<") == 2 and "scatter" not in text
 
 
 def in_a_stack(w):

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from pallas_kernels import qk_norm_rope
-from tests.pallas_kernels.base import RowOp, spread
+from tests.pallas_kernels import pages_work
+from tests.pallas_kernels.base import RowOp, same, spread
 
 K, G, D = 2, 3, 32
 EPS, THETA, MOST = 1e-6, 1e4, 4096
@@ -64,3 +66,17 @@ def test_one_norm_without_the_other_is_refused():
             jnp.ones((2, 1, 3, 8)), jnp.zeros(2, jnp.int32), jnp.ones(8), None,
             eps=EPS, theta=THETA, max_positions=8, region="r", impl="reference",
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("impl", ["reference", "native"])
+def test_keys_and_values_go_to_their_pages(impl):
+    K, G, d, T = 2, 3, 64, 37
+    rng = np.random.default_rng(1)
+    qkv = jnp.asarray(rng.standard_normal((T, K, G + 2, d)), jnp.bfloat16)
+    weights = [jnp.asarray(rng.standard_normal(d), jnp.bfloat16) for _ in range(2)]
+    rows = qkv, jnp.arange(T, dtype=jnp.int32), *weights
+    options = dict(eps=1e-6, theta=1e4, max_positions=64, region="r", impl=impl)
+    slots_T, before = pages_work.slots(T), pages_work.pages(K, d)
+    q, k, v = jax.jit(lambda *a: qk_norm_rope.qk_norm_rope(*a, **options))(*rows)
+    got = jax.jit(lambda *a: qk_norm_rope.to_pages(*a, **options))(*rows, *before, slots_T, jnp.int32(2))
+    assert same(got, [q, *(pages_work.placed(x, y, slots_T, 2) for x, y in zip(before, (k, v), strict=True))])
