@@ -66,6 +66,35 @@ def whole(name: str) -> list[np.ndarray]:
     return [np.asarray(y) for y in op(name, "hopper", *rows(name))]
 
 
+@pytest.mark.parametrize("name, page, n", [("rope 64", 16, 37), ("rope 128", 16, 1), ("rope 128", 64, T)])
+def test_keys_and_values_go_to_their_pages(name, page, n):
+    """The bits of `qk_norm_rope`, where the slots say; NaN elsewhere stays, and a donated cache is written in place."""
+    qkv, positions = (x[:n] for x in rows(name))
+    K, _, d = qkv.shape[1:]
+    count = 2 * T // page
+    slots = np.random.default_rng(3).permutation(count * page)[:n].astype(np.int32)
+    slots[1::5] = 2**30
+    norms = weight(d, 1), weight(d, 2)
+    options = dict(eps=EPS, theta=THETA, max_positions=MOST, region="r", impl="hopper")
+
+    @functools.partial(jax.jit, donate_argnums=(2, 3))
+    def call(qkv, positions, k, v, slots, layer):
+        return qk_norm_rope.to_pages(qkv, positions, *norms, k, v, slots, layer, **options)
+
+    before = [jnp.full((2, count, page, K, d), jnp.nan, jnp.bfloat16) for _ in range(2)]
+    places = [x.unsafe_buffer_pointer() for x in before]
+    q, *after = call(qkv, positions, *before, slots, jnp.int32(1))
+    assert [x.unsafe_buffer_pointer() for x in after] == places
+    kept = slots < count * page
+    for got, want in zip(after, whole(name)[1:], strict=True):
+        got = np.asarray(got)
+        flat = got[1].reshape(-1, K, d)
+        assert same([flat[slots[kept]]], [want[:n][kept]])
+        flat[slots[kept]] = np.nan
+        assert np.isnan(got.astype(np.float32)).all(), "something else was written"
+    assert same([q], [whole(name)[0][:n]])
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_a_row_has_its_own_bits_in_any_batch(name):
     """At other places too, so that it lies in other tiles and warps."""
