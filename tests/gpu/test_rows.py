@@ -87,7 +87,7 @@ def test_keys_and_values_go_to_their_pages(name, page, n):
     assert [x.unsafe_buffer_pointer() for x in after] == places
     kept = slots < count * page
     for got, want in zip(after, whole(name)[1:], strict=True):
-        got = np.asarray(got)
+        got = np.array(got)
         flat = got[1].reshape(-1, K, d)
         assert same([flat[slots[kept]]], [want[:n][kept]])
         flat[slots[kept]] = np.nan
