@@ -19,7 +19,7 @@ from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.slots import DEVICE_STOPS
 from isomodel.specs import Params, weight_specs
-from pallas_kernels import sample
+from pallas_kernels import environment, sample
 
 COPY_PAGES = 16
 """Pages that one copy program moves; more pages take more calls."""
@@ -209,18 +209,23 @@ def _with_rope(cfg, numerics, run):
     return lambda *args: run(*args, model.rope(cfg, numerics))
 
 
+def _compiled_step(cfg, numerics, shapes: Shapes, program, arguments):
+    """`program` of (params, cache, work, sampling), compiled for these arguments; the cache is donated."""
+    lowered = jax.jit(functools.partial(program, cfg, numerics, shapes), donate_argnums=1).lower(*arguments)
+    options = environment.one_graph() if numerics.impl == "hopper" else None
+    return _with_rope(cfg, numerics, lowered.compile(compiler_options=options))
+
+
 @functools.lru_cache(maxsize=256)
 def compiled_mixed(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int):
     """`mixed_step(params, cache, batch, sampling)`, compiled; the cache is donated."""
-    fn = jax.jit(functools.partial(mixed_step, cfg, numerics, shapes), donate_argnums=1)
-    return _with_rope(cfg, numerics, fn.lower(*mixed_arguments(cfg, numerics, shapes, T, S)).compile())
+    return _compiled_step(cfg, numerics, shapes, mixed_step, mixed_arguments(cfg, numerics, shapes, T, S))
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_decode(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, S: int):
     """`decode_loop(params, cache, state, sampling)`, compiled; the cache is donated."""
-    fn = jax.jit(functools.partial(decode_loop, cfg, numerics, shapes), donate_argnums=1)
-    return _with_rope(cfg, numerics, fn.lower(*decode_arguments(cfg, numerics, shapes, S)).compile())
+    return _compiled_step(cfg, numerics, shapes, decode_loop, decode_arguments(cfg, numerics, shapes, S))
 
 
 @functools.lru_cache(maxsize=256)
