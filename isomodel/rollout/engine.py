@@ -165,8 +165,9 @@ class Engine:
         outside = [t for t in params.stop_token_ids if t >= self.cfg.vocab_size]
         if outside:
             raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {self.cfg.vocab_size}")
-        if params.prompt_logprobs and not c.prompt_logprobs:
-            raise ValueError("prompt_logprobs was asked for, and the engine was made with prompt_logprobs=False")
+        for field in ("logprobs", "prompt_logprobs"):
+            if getattr(params, field) and not getattr(c, field):
+                raise ValueError(f"{field} was asked for, and the engine was made with {field}=False")
         return limit
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:

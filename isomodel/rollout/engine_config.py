@@ -28,6 +28,7 @@ class EngineConfig:
       chunk_tokens: prompt rows of a step, at most.
       decode_steps: steps that the device takes between two looks by the host.
       prefix_cache: full pages are found again by later requests.
+      logprobs: requests may ask for log-probabilities of what is sampled; without, steps compute none.
       prompt_logprobs: requests may ask for prompt log-probabilities (one more program a token bucket).
       return_logits: completions carry the full fp32 logits row of every sampled token (for gates; large).
       on_update: what new weights do to samples in flight: "finish" them before, "restart" them from their prompts, or
@@ -44,6 +45,7 @@ class EngineConfig:
     chunk_tokens: int = 512
     decode_steps: int = 8
     prefix_cache: bool = True
+    logprobs: bool = True
     prompt_logprobs: bool = True
     return_logits: bool = False
     on_update: str = "finish"

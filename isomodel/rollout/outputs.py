@@ -70,7 +70,7 @@ class Tail:
     """What an unfinished sample has got since someone last looked.
 
     Attributes:
-      token_ids: int32 [n]. logprobs: float32 [n], as a Completion's; computed whether or not the request asked.
+      token_ids: int32 [n]. logprobs: float32 [n], as a Completion's, whether or not the request asked (0 if the engine computes none).
     """
 
     token_ids: np.ndarray

@@ -73,9 +73,10 @@ class Shapes:
     table_width: int
     decode_steps: int
     return_logits: bool
+    logprobs: bool = True
 
 
-def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
+def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling):
     """(tokens, log-probability, truncated log-probability, logits) of S final hidden rows."""
     logits_SV = model.logits(cfg, numerics, params, hidden_SD)
     tokens_S, logprob_S, truncated_S = sample.sample(
@@ -86,7 +87,7 @@ def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
         sampling.top_k_S,
         sampling.top_p_S,
         sampling.min_p_S,
-        regions=("sample", "logprob"),
+        regions=("sample", "logprob" if shapes.logprobs else None),
         impl=numerics.impl,
     )
     return tokens_S, logprob_S, truncated_S, logits_SV
@@ -102,7 +103,7 @@ def mixed_step(
     hidden_TD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
     last_S = jnp.maximum(batch.q_start_S1[1:] - 1, 0)
     tokens_S, logprob_S, truncated_S, logits_SV = _choose(
-        cfg, numerics, params, hidden_TD[last_S], batch.kv_len_S, sampling
+        cfg, numerics, shapes, params, hidden_TD[last_S], batch.kv_len_S, sampling
     )
     logits_SV = logits_SV[:, : cfg.vocab_size] if shapes.return_logits else None
     return cache, hidden_TD, tokens_S, logprob_S, truncated_S, logits_SV
@@ -138,7 +139,7 @@ def decode_loop(
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
         batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
         hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
-        *results, logits_SV = _choose(cfg, numerics, params, hidden_SD, kv_len_S, sampling)
+        *results, logits_SV = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
         if shapes.return_logits:
             results.append(logits_SV[:, : cfg.vocab_size])
         outputs = [lax.dynamic_update_index_in_dim(o, r, k, 0) for o, r in zip(outputs, results, strict=True)]

@@ -37,6 +37,7 @@ class Runner:
             table_width=config.table_width,
             decode_steps=config.decode_steps,
             return_logits=config.return_logits,
+            logprobs=config.logprobs,
         )
         self.params = self.checked(params)
         self.cache = KVCache.zeros(cfg, config.num_pages, config.page_size, numerics.dtype)

@@ -12,6 +12,7 @@ import pytest
 from isomodel.contract import derive, trace_cases
 from isomodel.rollout import EngineConfig, SamplingParams
 from isomodel.rollout.outputs import Completion
+from pallas_kernels import registry
 from tests.isomodel.rollout import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -65,6 +66,20 @@ def drain(engine):
     while engine.has_work:
         done += engine.step()
     return done
+
+
+def test_an_engine_without_logprobs_samples_the_same_and_refuses_to_be_asked():
+    prompts, ask = tiny.prompts(3), SamplingParams(max_tokens=6, seed=3, top_k=5, logprobs=False)
+    engine = tiny.engine(logprobs=False)
+    with_them = tiny.engine().generate(prompts, ask)
+    without = engine.generate(prompts, ask)
+    assert [c.token_ids.tolist() for c in without] == [c.token_ids.tolist() for c in with_them]
+    with pytest.raises(ValueError, match="logprobs was asked for, and the engine was made with logprobs=False"):
+        engine.generate(prompts, SamplingParams(max_tokens=1))
+    for case, trace in engine.traces().items():
+        with registry.recording() as found:
+            trace()
+        assert found and "logprob" not in found, case
 
 
 def test_every_bad_prompt_is_named(engine):
