@@ -56,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"unknown arm {', '.join(unknown)}; choose from {', '.join(arm.ARMS)}")
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: give 1 or more")
-    options = _options(args.option, arms)
+    options = parse_options(args.option, arms)
     with tempfile.TemporaryDirectory() as scratch:
         folder, random_weights = Path(scratch), args.model in SHAPES
         if random_weights:
@@ -116,7 +116,7 @@ def of_file(path: str, model_folder: Path, to: Path, work: Work) -> Work:
     return dataclasses.replace(work, file=str(to), prompts=len(prompts), prompt_tokens=max(map(len, prompts)))
 
 
-def _options(texts: list[str], arms: list[str]) -> dict[str, dict[str, Any]]:
+def parse_options(texts: list[str], arms: list[str]) -> dict[str, dict[str, Any]]:
     """Settings of each arm.
 
     Raises:
