@@ -212,12 +212,19 @@ class Engine:
         if plan is None:
             return False
         before = sum(s.count for s in plan.samples)
-        done = self._scheduler.update(plan, self._runner.run(plan))
+        result = self._runner.run(plan)
+        if not plan.chunks:
+            self._pace(time.perf_counter() - start, int(result.counts_S.max()))
+        done = self._scheduler.update(plan, result)
         self._tokens += sum(s.count for s in plan.samples) - before
         self._finish(done)
         self._steps += 1
         self._busy_s += time.perf_counter() - start
         return True
+
+    def _pace(self, seconds: float, steps: int) -> None:
+        """Keeps the time between two looks to look_s, by how long the last steps took."""
+        self._scheduler.most_steps = max(1, int(self.config.look_s * max(1, steps) / seconds))
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         for sample in samples:

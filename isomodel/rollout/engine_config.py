@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
 from isomodel.batch import NO_SLOT
@@ -11,6 +12,8 @@ from isomodel.config import ModelConfig
 from isomodel.rollout.pages import KV_BLOCK
 
 DEFAULT_KV_MEMORY = 2**30
+GPU, CPU = dict(chunk_tokens=4096, decode_steps=64), dict(chunk_tokens=512, decode_steps=8)
+"""What these fields are where they are None. A GPU's steps take milliseconds, and its GEMMs want thousands of rows."""
 ON_UPDATE = ("finish", "restart", "continue")
 
 
@@ -25,8 +28,10 @@ class EngineConfig:
       num_pages: pages of the KV cache; None: from `kv_memory`.
       kv_memory: bytes of the KV cache; None: enough for max_seqs samples of max_model_len, and at most 1 GiB (but never
         less than one such sample).
-      chunk_tokens: prompt rows of a step, at most.
-      decode_steps: steps that the device takes between two looks by the host.
+      chunk_tokens: prompt rows of a step, at most; None: see GPU and CPU.
+      decode_steps: most steps that the device takes between two looks by the host; None: see GPU and CPU. Fewer where others
+        wait for room and samples end (scheduler.IDLE_SHARE).
+      look_s: seconds between two looks, at most, as far as one step allows. Streams, aborts and new requests wait so long.
       prefix_cache: full pages are found again by later requests.
       logprobs: requests may ask for log-probabilities of what is sampled; without, steps compute none.
       prompt_logprobs: requests may ask for prompt log-probabilities (one more program a token bucket).
@@ -34,7 +39,8 @@ class EngineConfig:
       on_update: what new weights do to samples in flight: "finish" them before, "restart" them from their prompts, or
         "continue": keep their tokens and recompute their keys and values (each token records its version).
       seed: from which requests without a seed get theirs.
-      seq_buckets, token_buckets: sizes that steps are padded to; None: by factors of four, up to what can happen.
+      seq_buckets, token_buckets: sizes that steps are padded to; None: by factors of four (a GPU's token_buckets: of two), up
+        to what can happen. Steps with prompt rows have room for max_seqs samples.
     """
 
     max_seqs: int = 64
@@ -42,8 +48,9 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_memory: int | None = None
-    chunk_tokens: int = 512
-    decode_steps: int = 8
+    chunk_tokens: int | None = None
+    decode_steps: int | None = None
+    look_s: float = 0.5
     prefix_cache: bool = True
     logprobs: bool = True
     prompt_logprobs: bool = True
@@ -57,12 +64,12 @@ class EngineConfig:
         """Raises ValueError listing every field that is out of range."""
         faults = [
             f"{field}={getattr(self, field)!r} must be an integer >= 1"
-            for field in ("max_seqs", "chunk_tokens", "decode_steps", "page_size")
+            for field in ("max_seqs", "page_size")
             if not isinstance(getattr(self, field), int) or getattr(self, field) < 1
         ]
         if not faults and KV_BLOCK % self.page_size:
             faults.append(f"page_size={self.page_size} does not divide {KV_BLOCK}; use 1, 2, 4, 8, 16, 32, 64 or 128")
-        for field in ("max_model_len", "num_pages", "kv_memory"):
+        for field in ("max_model_len", "num_pages", "kv_memory", "chunk_tokens", "decode_steps"):
             value = getattr(self, field)
             if value is not None and (not isinstance(value, int) or value < 1):
                 faults.append(f"{field}={value!r} must be None or an integer >= 1")
@@ -70,6 +77,8 @@ class EngineConfig:
             faults.append("max_model_len=1 has no room for a prompt and a token")
         if self.num_pages is not None and self.kv_memory is not None:
             faults.append(f"num_pages={self.num_pages} and kv_memory={self.kv_memory} are both given; give one")
+        if not isinstance(self.look_s, (int, float)) or not self.look_s > 0:
+            faults.append(f"look_s={self.look_s!r} must be above 0")
         if self.on_update not in ON_UPDATE:
             faults.append(f"on_update={self.on_update!r}; choose one of {', '.join(ON_UPDATE)}")
         if not isinstance(self.seed, int) or self.seed < 0:
@@ -103,14 +112,18 @@ class EngineConfig:
             num_pages = max(per_seq, min(self.max_seqs * per_seq, DEFAULT_KV_MEMORY // page_bytes))
         if num_pages * self.page_size >= NO_SLOT:
             raise ValueError(f"engine: {num_pages} pages of {self.page_size} are more than {NO_SLOT - 1} positions")
-        most_rows = self.max_seqs + self.chunk_tokens
+        gpu = jax.default_backend() != "cpu"
+        sizes = {name: getattr(self, name) or default for name, default in (GPU if gpu else CPU).items()}
+        most_rows = self.max_seqs + sizes["chunk_tokens"]
+        rows = [*_ladder(256, sizes["chunk_tokens"], 2), most_rows] if gpu else _ladder(64, most_rows)
         return dataclasses.replace(
             self,
             max_model_len=max_len,
             num_pages=num_pages,
             kv_memory=None,
+            **sizes,
             seq_buckets=_cover(self.seq_buckets or _ladder(16, self.max_seqs), self.max_seqs),
-            token_buckets=_cover(self.token_buckets or _ladder(64, most_rows), most_rows),
+            token_buckets=_cover(self.token_buckets or tuple(rows), most_rows),
         )
 
     @property
@@ -119,12 +132,12 @@ class EngineConfig:
         return -(-self.max_model_len // KV_BLOCK) * (KV_BLOCK // self.page_size)
 
 
-def _ladder(first: int, last: int) -> tuple[int, ...]:
-    """first, 4 first, 16 first, ... below last, then last."""
+def _ladder(first: int, last: int, factor: int = 4) -> tuple[int, ...]:
+    """first, factor * first, factor^2 * first, ... below last, then last."""
     sizes = []
     while first < last:
         sizes.append(first)
-        first *= 4
+        first *= factor
     return (*sizes, last)
 
 

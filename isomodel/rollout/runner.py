@@ -53,17 +53,10 @@ class Runner:
         c, args = self.config, (self.cfg, self.numerics, self.shapes)
         todo = [functools.partial(programs.compiled_decode, *args, S) for S in c.seq_buckets]
         for T in c.token_buckets:
-            todo += [
-                functools.partial(programs.compiled_mixed, *args, T, S) for S in c.seq_buckets if self._can_happen(T, S)
-            ]
+            todo.append(functools.partial(programs.compiled_mixed, *args, T, c.seq_buckets[-1]))
             if c.prompt_logprobs:
                 todo.append(functools.partial(programs.compiled_score, self.cfg, self.numerics, T))
         return [*todo, functools.partial(programs.compiled_copy, *args)]
-
-    def _can_happen(self, T: int, S: int) -> bool:
-        """Whether a step can be padded to T rows and S sequences: each sequence has a row, all but the chunks one."""
-        fewest = max((s for s in self.config.seq_buckets if s < S), default=0) + 1
-        return fewest <= T
 
     def warmup(self, progress: bool | None = None) -> int:
         """Compiles every program, as many at a time as there are cores; returns how many. Engines of equal shapes in one
@@ -156,7 +149,7 @@ class Runner:
 
     def _mixed(self, plan: Plan) -> StepResult:
         samples, decode, n = plan.samples, plan.decode, len(plan.samples)
-        T, S = _bucket(self.config.token_buckets, plan.rows), _bucket(self.config.seq_buckets, n)
+        T, S = _bucket(self.config.token_buckets, plan.rows), self.config.seq_buckets[-1]
         size = self.shapes.page_size
         slots = np.array([s.slot for s in samples])
         tokens_T, positions_T, seq_T = np.zeros((3, T), np.int32)
