@@ -165,3 +165,18 @@ def same_bits(sent: list[float], expected: np.ndarray) -> bool:
     """Whether JSON's numbers are the float32 numbers, bit for bit."""
     exact = [float(x) for x in expected]
     return sent == exact and np.float32(sent).tobytes() == expected.tobytes()
+
+
+def main() -> None:
+    """`python -m tests.isomodel.rollout.server.served` serves the tiny model until Ctrl-C, for benchmarks.serve_load and
+    benchmarks.serve_fuzz."""
+    with tempfile.TemporaryDirectory() as folder:
+        server = Served(write_model(Path(folder)), dataclasses.replace(LIMITS, requests=256), TOKEN)
+        print(f"http://127.0.0.1:{server.port}", flush=True)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        server.close()
+
+
+if __name__ == "__main__":
+    main()
