@@ -9,6 +9,7 @@ import functools
 import http.client
 import json
 import socket
+import tempfile
 import threading
 import time
 from pathlib import Path

@@ -85,9 +85,10 @@ def test_control_a_page_that_is_held_is_seen(few_pages, live):
 
 
 def test_a_request_that_fails_is_told(live):
-    asked = [serve_load.Ask("/v1/rollout", {"prompt_ids": [300]}), serve_load.Ask("/v1/rollout", {"prompt_ids": [1]})]
+    asked = [serve_load.Ask("/v1/rollout", {"prompt_ids": ids, "max_tokens": 3, "seed": 1}) for ids in ([300], [1])]
     found = serve_load.load(live, asked, 2)
-    assert not found.passed and all("request 0: 400" in fault for fault in found.faults) and len(found.faults) == 2
+    assert not found.passed and found.values == 8 and found.different == 0
+    assert len(found.faults) == 2 and all("request 0: 400" in fault for fault in found.faults)
 
 
 WHOLE = Answer({0: Choice([1, 2], [-0.5, -0.25], "ab", "length")})
