@@ -21,11 +21,12 @@ class Completion:
         renormalised; 0 for greedy). Not the quantity to train on. None as above.
       versions: int32 [n], weight version that sampled each token.
       inv_temp: 1 / temperature as it entered the log-probabilities; 1 for greedy.
-      finish_reason: "stop", "length" or "abort". stop_reason: the token id or the string that stopped it.
+      finish_reason: "stop", "length", "abort" or "error". stop_reason: the token id or the string that stopped it.
       seed: the request's, given or assigned: with it, the same prompt gives the same tokens again.
       text: what the tokens say, without special tokens and without the stop string; None without a tokenizer.
       prompt_logprobs: float32 [prompt_len] when asked for; entry 0 is NaN. None when not, or when aborted before.
       logits: float32 [n, V] rows that the tokens were sampled from, when the engine returns them.
+      error: what the tokenizer raised on its tokens, where it ended by "error"; else None.
     """
 
     request_id: str
@@ -42,9 +43,10 @@ class Completion:
     text: str | None = None
     prompt_logprobs: np.ndarray | None = None
     logits: np.ndarray | None = None
+    error: Exception | None = None
 
     def to_json(self) -> dict:
-        """JSON values; floats keep every bit (a float32 is exact as a double). Logits stay out."""
+        """JSON values; floats keep every bit (a float32 is exact as a double). Logits and errors stay out."""
         values = {
             "request_id": self.request_id,
             "index": self.index,
@@ -71,10 +73,12 @@ class Tail:
 
     Attributes:
       token_ids: int32 [n]. logprobs: float32 [n], as a Completion's; computed whether or not the request asked.
+      versions: int32 [n], weight version that sampled each token.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
+    versions: np.ndarray
 
 
 @dataclasses.dataclass(frozen=True)

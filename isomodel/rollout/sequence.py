@@ -79,7 +79,8 @@ class Sample:
       slot: its place in the slot table, -1 when not running.
       attached: it has pages; a running sample without waits to fork from its request's leader.
       begun: it was admitted once under the weights of now.
-      finish_reason: None, "stop", "length" or "abort"; `stop_reason`: the token id or string that ended it.
+      finish_reason: None, "stop", "length", "abort" or "error"; `stop_reason`: the token id or string that ended it.
+      error: what its own text raised, which ends it alone; or None.
     """
 
     def __init__(self, request: Request, index: int):
@@ -96,6 +97,7 @@ class Sample:
         self.attached = self.begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
         self.stop_strings: StopStrings | None = None
         self._new_text()
 
@@ -150,7 +152,11 @@ class Sample:
                 if token in request.stop_ids:
                     self.stop_reason = token
                 elif self.stop_strings:
-                    self.stop_reason = self.stop_strings.push(token)
+                    try:
+                        self.stop_reason = self.stop_strings.push(token)
+                    except Exception as e:  # of the tokenizer: it must not reach the neighbours
+                        self.error, self.finish_reason, n = e, "error", i + 1
+                        break
                 if self.stop_reason is not None:
                     self.finish_reason, n = "stop", i + 1
                     break

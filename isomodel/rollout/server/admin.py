@@ -12,12 +12,11 @@ from fastapi.responses import JSONResponse
 
 from isomodel import weights
 from isomodel.config import ModelConfig
+from isomodel.rollout.engine_config import ON_UPDATE
 from isomodel.rollout.server.errors import ApiError
 from isomodel.rollout.server.requests import Strict
 from isomodel.rollout.server.service import Service
 
-ON_UPDATE = ("finish", "continue")
-"""What may happen to requests in flight: "restart" would take back tokens that a stream has sent."""
 
 
 class UpdateBody(Strict):
@@ -63,9 +62,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"on_update must be one of {', '.join(ON_UPDATE)}", param="on_update")
         try:
             params = await asyncio.to_thread(_load, service, asked.folder)
-            dropped = await service.thread.call(
-                lambda engine: engine.update_weights(params, asked.version, on_update=asked.on_update)
-            )
+            dropped = await service.thread.update_weights(params, asked.version, asked.on_update)
         except (ValueError, OSError) as e:
             raise ApiError(400, f"nothing has changed: {e}") from e
         return JSONResponse({"version": asked.version, "dropped_pages": dropped})

@@ -133,7 +133,7 @@ class Choice:
         if answer.with_logprobs:
             choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:], offsets)
         if answer.with_ids:
-            choice["token_ids"] = ids
+            choice |= {"token_ids": ids, "versions": new.versions[skip:].tolist()}
         if ended:
             choice |= {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason, "seed": new.seed}
             if answer.with_ids:

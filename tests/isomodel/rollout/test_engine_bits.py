@@ -232,6 +232,51 @@ def test_new_weights_with_samples_in_flight(work, renewed, policy):
     assert (kinds["old"] > 0) == (policy == "finish") and (kinds["both"] > 0) == (policy == "continue")
 
 
+def test_finish_takes_back_no_token_that_an_earlier_update_kept(work):
+    """After "continue" samples wait with their tokens; the next update finds them not begun under its old weights."""
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(p, s, str(i))
+    done = {}
+    for _ in range(4):
+        done |= {c.request_id: c for c in engine.step()}
+    engine.update_weights(tiny.params(2), 1, on_update="continue")
+    engine.update_weights(tiny.params(1), 2, on_update="finish")
+    done |= {c.request_id: c for c in _drain(engine)}
+    continued = [i for i in range(len(prompts)) if set(done[str(i)].versions.tolist()) == {0, 2}]
+    assert len(continued) > 2 and not any(1 in c.versions for c in done.values())
+    for i in continued:
+        _assert_continued(done[str(i)], want[i], sampling[i])
+
+
+def test_an_update_that_waits(work, renewed):
+    """Samples that have begun run to their ends as `step` is called, with what they bring on the way; then it changes."""
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(p, s, str(i))
+    done = {c.request_id: c for c in engine.step()}
+    engine.begin_update(tiny.params(1), 3)
+    with pytest.raises(ValueError, match="version 3 is on its way"):
+        engine.update_weights(tiny.params(2), 4, on_update="continue")
+    looks = 0
+    while engine.updating:
+        before = engine.version, engine.stats().generated_tokens
+        done |= {c.request_id: c for c in engine.step()}
+        engine.check()
+        looks += 1
+        assert engine.updating == (engine.version == 0), "the step that found nothing to run changed"
+        assert engine.updating == (engine.stats().generated_tokens > before[1] or engine.stats().running > 0)
+    assert looks > 2 and 0 < len(done) < len(prompts) and engine.has_work
+    done |= {c.request_id: c for c in _drain(engine)}
+    old = [i for i in range(len(prompts)) if (done[str(i)].versions == 0).all()]
+    new = [i for i in range(len(prompts)) if (done[str(i)].versions == 3).all()]
+    assert old and new and len(old) + len(new) == len(prompts)
+    tiny.assert_same_bits([done[str(i)] for i in old], [want[i] for i in old])
+    tiny.assert_same_bits([done[str(i)] for i in new], [renewed[i] for i in new])
+
+
 def _assert_continued(got, old, sampling):
     """Old tokens up to the update; each later one as the new weights score it after exactly this prefix."""
     n = int((got.versions == 0).sum())

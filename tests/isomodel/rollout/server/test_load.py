@@ -40,7 +40,7 @@ def test_64_clients_get_what_each_gets_alone(live, tmp_path, capsys):
     found = serve_load.load(live, asked, 64)
     assert found.passed, (found.where, found.faults, found.leak)
     assert found.values > 2000 and found.preemptions > 0 and found.prefix_hits > 0 and found.gone > 5
-    assert found.most_running == 8 and len(found.first_s) > 20
+    assert found.most_running > 4 and len(found.first_s) > 20
     kinds = {(ask.path, ask.body.get("stream", False)) for ask in asked}
     assert len(kinds) == 5 and {ask.body["n"] for ask in asked} == {1, 2, 4}
     serve_load.print_load(found, 64, rich.console.Console(width=120))
