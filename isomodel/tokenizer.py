@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -78,6 +80,12 @@ class Tokenizer:
         return self.hf.decode(
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
+
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template mentions a name that a caller may set: what transformers takes itself is none."""
+        if name in inspect.signature(self.hf.apply_chat_template).parameters or name == "messages":
+            return False
+        return re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)) is not None
 
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template_args: Any

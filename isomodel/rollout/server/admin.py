@@ -18,7 +18,6 @@ from isomodel.rollout.server.requests import Strict
 from isomodel.rollout.server.service import Service
 
 
-
 class UpdateBody(Strict):
     """Of /admin/update_weights."""
 

@@ -137,7 +137,15 @@ async def _completions(service: Service, run: Run) -> Response:
     answer = responses.TextAnswer(
         service.tokenizer, service.name, service.fingerprint, logprobs=wanted, token_ids=body.return_token_ids
     )
-    return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted), answer)
+    if not body.echo:
+        return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted), answer)
+    most = 1 if body.only_echo else body.max_tokens
+    params = body.sampling(logprobs=wanted, prompt_logprobs=wanted, max_tokens=most)
+    prompts = await run.start(body.prompts(), params, stream=False)
+    completions = await run.completions()
+    if body.only_echo:
+        completions = [[responses.nothing_of(completion) for completion in group] for group in completions]
+    return JSONResponse(answer.whole(prompts, completions, echo=True))
 
 
 async def _chat(service: Service, run: Run) -> Response:
@@ -145,8 +153,12 @@ async def _chat(service: Service, run: Run) -> Response:
     service.check_name(body.model)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
     params = body.sampling(logprobs=body.logprobs, max_tokens=most)
+    tokenizer, given = service.tokenizer, body.chat_template_kwargs
+    if unread := [name for name in given if not tokenizer.template_reads(name)]:
+        message = f"the chat template of this model does not read {', '.join(unread)}; leave it out"
+        raise ApiError(400, message, param="chat_template_kwargs")
     try:
-        prompt = await asyncio.to_thread(service.tokenizer.apply_chat_template, body.chat())
+        prompt = await asyncio.to_thread(tokenizer.apply_chat_template, body.chat(), **given)
     except TokenizerError as e:
         raise ApiError(400, str(e), param="messages") from e
     answer = responses.ChatAnswer(

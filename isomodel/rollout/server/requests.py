@@ -26,7 +26,6 @@ Lists = Annotated[list[Ids], _AtFirst()]
 
 ONLY = {
     "best_of": (1,),
-    "echo": (False,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "parallel_tool_calls": (True, False),
@@ -162,8 +161,20 @@ class CompletionBody(TextBody):
     prompt: str | Ids | Texts | Lists = Field(
         description="a text, a list of texts, a list of token ids, or a list of lists of token ids"
     )
-    max_tokens: int | None = Field(16, description="an integer >= 1")
+    max_tokens: int | None = Field(16, description="an integer >= 1; with echo also 0: nothing is sampled")
     logprobs: int | None = Field(None, description="0: the sampled tokens' log-probabilities, and no others")
+    echo: bool = Field(False, description="true or false: the prompt before the completion; not in streams")
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing of a completion is asked for."""
+        return self.echo and self.max_tokens == 0
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.echo and self.stream:
+            raise ApiError(400, "echo is of whole answers; leave out stream, or echo", param="echo")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -184,6 +195,9 @@ class ChatBody(TextBody):
 
     messages: list[dict[str, Any]] = Field(description="a list of messages, objects with role and content")
     max_completion_tokens: int | None = Field(None, description="an integer >= 1; another name of max_tokens")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="an object of what the model's chat template reads, such as enable_thinking"
+    )
     logprobs: bool = Field(False, description="true or false: log-probabilities of the sampled tokens")
     top_logprobs: int = Field(0, description="0: the sampled tokens' log-probabilities, and no others")
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from isomodel.rollout.detokenizer import REPLACEMENT
 from isomodel.rollout.outputs import Completion, Tail
@@ -36,10 +35,12 @@ class TextAnswer:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]]) -> Json:
-        """The answer that is not streamed."""
+    def whole(
+        self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]], *, echo: bool = False
+    ) -> Json:
+        """The answer that is not streamed; with `echo` each prompt stands before its completions."""
         choices = [
-            Choice(self, p * len(group) + k).whole(completion)
+            Choice(self, p * len(group) + k).whole(completion, echo=echo)
             for p, group in enumerate(completions)
             for k, completion in enumerate(group)
         ]
@@ -62,10 +63,10 @@ class TextAnswer:
         """Text fields of a piece."""
         return {"text": text}
 
-    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
-        """Log-probabilities of N sampled tokens, the float32's own values; where each token's text begins."""
+    def logprobs(self, ids: Sequence[int], values: Sequence[float | None], offsets: Sequence[int]) -> Json:
+        """Log-probabilities of tokens, the float32's own values; where each token's text begins."""
         tokens = [self.spelled(i) for i in ids]
-        return {"tokens": tokens, "token_logprobs": logprobs_N.tolist(), "top_logprobs": None, "text_offset": offsets}
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": None, "text_offset": offsets}
 
     def spelled(self, token: int) -> str:
         """A token's own text."""
@@ -87,9 +88,9 @@ class ChatAnswer(TextAnswer):
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
+    def logprobs(self, ids: Sequence[int], values: Sequence[float | None], offsets: Sequence[int]) -> Json:
         content = []
-        for token, value in zip(map(self.spelled, ids), logprobs_N.tolist(), strict=True):
+        for token, value in zip(map(self.spelled, ids), values, strict=True):
             whole = REPLACEMENT not in token  # else its bytes are a part of a character, which its text does not tell
             spelled = list(token.encode()) if whole else None
             content.append({"token": token, "logprob": value, "bytes": spelled, "top_logprobs": []})
@@ -110,9 +111,19 @@ class Choice:
         fields = self._answer.opening()
         return fields and {"index": self._index, **fields, "logprobs": None, "finish_reason": None}
 
-    def whole(self, completion: Completion) -> Json:
-        """The choice that is not streamed."""
-        return self._choice(completion, self._answer.message(completion.text), stream=False)
+    def whole(self, completion: Completion, *, echo: bool = False) -> Json:
+        """The choice that is not streamed; with `echo` text and log-probabilities begin with the prompt's."""
+        answer, text, before = self._answer, completion.text, None
+        if echo:
+            ids = completion.prompt_ids.tolist()
+            text = answer.tokenizer.decode(ids) + text
+            if answer.with_logprobs:
+                values = [None, *completion.prompt_logprobs[1:].tolist()]
+                before = answer.logprobs(ids, values, [self._text.push(token) for token in ids])
+        choice = self._choice(completion, answer.message(text), stream=False)
+        if before:
+            choice["logprobs"] = {name: before[name] and before[name] + choice["logprobs"][name] for name in before}
+        return choice
 
     def piece(self, new: Tail | Completion) -> Json | None:
         """Choice of a chunk for what is new of the sample; None while there is nothing to say."""
@@ -131,7 +142,7 @@ class Choice:
         choice: Json = {"index": self._index, **(fields or {}), "logprobs": None, "finish_reason": None}
         offsets = [self._text.push(token) for token in ids] if answer.with_logprobs or (stream and not ended) else []
         if answer.with_logprobs:
-            choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:], offsets)
+            choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:].tolist(), offsets)
         if answer.with_ids:
             choice |= {"token_ids": ids, "versions": new.versions[skip:].tolist()}
         if ended:
@@ -139,6 +150,14 @@ class Choice:
             if answer.with_ids:
                 choice["prompt_token_ids"] = new.prompt_ids.tolist()
         return choice
+
+
+def nothing_of(completion: Completion) -> Completion:
+    """The completion without its tokens: what is left is what it says of the prompt."""
+    none = {name: getattr(completion, name)[:0] for name in ("token_ids", "versions")}
+    if completion.logprobs is not None:
+        none["logprobs"] = completion.logprobs[:0]
+    return dataclasses.replace(completion, **none, text="", finish_reason="length", stop_reason=None)
 
 
 def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> Json:

@@ -33,6 +33,7 @@ TEMPLATE = (
     "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}{% endif %}"
     "<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>"
     "{% endfor %}<|im_start|>assistant:"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts){% endif %}"
 )
 NAME = "tiny"
 LIMITS = ServerLimits(body_bytes=20_000, body_seconds=1, prompt_tokens=200, prompts=3, n=8, requests=20)

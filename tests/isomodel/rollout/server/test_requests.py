@@ -37,7 +37,7 @@ def refusal(cls, body) -> ApiError:
         ({"prompt": "a", "stream": 1}, "stream must be true or false"),
         ({"prompt": "a", "stop": [1]}, "stop must be a text or a list of texts"),
         ({"prompt": "a", "logprobs": 5}, "logprobs must be 0"),
-        ({"prompt": "a", "echo": True}, "echo=True is not offered here"),
+        ({"prompt": "a", "echo": 1}, "echo must be true or false"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5 is not offered here"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options must be"),
         ({"prompt": "a", "stream_options": {"other": True}}, "stream_options must be"),
