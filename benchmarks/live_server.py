@@ -6,6 +6,7 @@ import contextlib
 import http.client
 import json
 import re
+import socket
 import time
 import urllib.parse
 from collections.abc import Iterator
@@ -31,10 +32,18 @@ class LiveServer:
             raise ValueError(f"{url!r} is not like http://127.0.0.1:8000")
         self.url, self._host, self._port = url.rstrip("/"), parts.hostname, parts.port or 80
 
+    def open(self) -> http.client.HTTPConnection:
+        """A connection that the caller closes."""
+        return http.client.HTTPConnection(self._host, self._port, timeout=SECONDS)
+
+    def socket(self) -> socket.socket:
+        """A connection for what is no HTTP."""
+        return socket.create_connection((self._host, self._port), SECONDS)
+
     @contextlib.contextmanager
     def connection(self) -> Iterator[http.client.HTTPConnection]:
         """A connection; leaving it open inside and coming out is how a client goes away."""
-        connection = http.client.HTTPConnection(self._host, self._port, timeout=SECONDS)
+        connection = self.open()
         try:
             yield connection
         finally:

@@ -115,7 +115,7 @@ class Tokenizer:
         except ImportError:
             raise
         except Exception as e:  # jinja2's, and whatever a template raises
-            raise TokenizerError(f"the chat template of {self.folder} refuses these messages: {e}") from e
+            raise TokenizerError(f"the chat template of {self.folder.name} refuses these messages: {e}") from e
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template_args: Any

@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from isomodel.rollout.outputs import Completion
 from isomodel.rollout.sampling_params import SamplingParams
-from isomodel.rollout.server import admin, responses
+from isomodel.rollout.server import admin, description, responses
 from isomodel.rollout.server.errors import ApiError, Disconnected
 from isomodel.rollout.server.metrics import CONTENT_TYPE
 from isomodel.rollout.server.requests import Body, ChatBody, CompletionBody, RolloutBody, TextBody
@@ -40,8 +40,16 @@ def create_app(service: Service) -> FastAPI:
         async def route(request: Request) -> Response:
             return await _handled(service, request, path, answer)
 
-        schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
-        app.post(path, summary=summary, name=path, openapi_extra={"requestBody": schema})(route)
+        described = description.body(
+            body,
+            name=service.name,
+            vocab_size=service.cfg.vocab_size,
+            prompt_limit=service.prompt_limit,
+            limits=service.limits,
+        )
+        media = ("application/json", "text/event-stream") if issubclass(body, TextBody) else ("application/json",)
+        said = description.answers(*media, codes=("4XX", 500, 503))
+        app.post(path, summary=summary, name=path, openapi_extra=described, responses=said)(route)
 
     post("/v1/completions", CompletionBody, _completions, "complete texts or token ids")
     post("/v1/chat/completions", ChatBody, _chat, "the next message of a conversation")
@@ -59,18 +67,27 @@ def create_app(service: Service) -> FastAPI:
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}", summary="the served model, by its name")
+    by_name = description.answers("application/json", codes=("4XX",))
+
+    @app.get("/v1/models/{name:path}", summary="the served model, by its name", responses=by_name)
     async def model_by_name(name: str) -> JSONResponse:
         service.check_name(name)
         return JSONResponse(model)
 
-    @app.get("/health", summary="200: it serves; 503: it is shutting down or has failed")
+    unwell = {503: {"description": "no more requests are taken", "content": {"application/json": {}}}}
+
+    @app.get("/health", summary="200: it serves; 503: it is shutting down or has failed", responses=unwell)
     async def health() -> JSONResponse:
         fault = service.thread.fault
         status = "failed" if fault else "draining" if service.draining else "paused" if service.thread.paused else "ok"
         return JSONResponse({"status": status, "reason": fault}, 503 if status in ("failed", "draining") else 200)
 
-    @app.get("/metrics", summary="Prometheus's text format")
+    @app.get(
+        "/metrics",
+        summary="Prometheus's text format",
+        response_class=PlainTextResponse,
+        responses=description.answers("text/plain"),
+    )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 

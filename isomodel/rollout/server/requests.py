@@ -24,6 +24,8 @@ Ids = Annotated[list[int], _AtFirst()]
 Texts = Annotated[list[str], _AtFirst()]
 Lists = Annotated[list[Ids], _AtFirst()]
 
+MAX_EXACT = 2**53
+"""Beyond it a float does not say which integer was meant."""
 ONLY = {
     "best_of": (1,),
     "frequency_penalty": (0,),
@@ -47,6 +49,8 @@ class Strict(pydantic.BaseModel):
     """Known fields that change nothing."""
     only: ClassVar[dict[str, tuple]] = {}
     """Known fields that are not built, with the values that ask for nothing."""
+    verbatim: ClassVar[tuple[str, ...]] = ()
+    """Fields whose numbers stay as they are written; in others 1.0 is the integer 1, as in JSON."""
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -64,6 +68,7 @@ class Strict(pydantic.BaseModel):
         if not isinstance(data, dict):
             raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", code="invalid_json")
         data = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
+        data = {name: value if name in cls.verbatim else _whole(value) for name, value in data.items()}
         faults = {}
         for name in [name for name in data if name in cls.only]:
             if (value := data.pop(name)) not in cls.only[name]:
@@ -193,6 +198,8 @@ class CompletionBody(TextBody):
 class ChatBody(TextBody):
     """Of /v1/chat/completions."""
 
+    verbatim: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs")
+
     messages: list[dict[str, Any]] = Field(description="a list of messages, objects with role and content")
     max_completion_tokens: int | None = Field(None, description="an integer >= 1; another name of max_tokens")
     chat_template_kwargs: dict[str, Any] = Field(
@@ -237,6 +244,15 @@ def _content(i: int, message: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
         raise ApiError(400, f"message {i}: only parts of type text are served", param="messages")
     return {"content": "".join(part["text"] for part in content)}
+
+
+def _whole(value: Any, depth: int = 2) -> Any:
+    """The value with integers where floats are whole, in lists of lists too."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        return int(value)
+    if depth and isinstance(value, list) and any(isinstance(x, float | list) for x in value):
+        return [_whole(x, depth - 1) for x in value]
+    return value
 
 
 def _no_constant(name: str):

@@ -9,6 +9,7 @@ import functools
 import http.client
 import json
 import socket
+import sys
 import tempfile
 import threading
 import time
@@ -56,11 +57,18 @@ def write_model(folder: Path) -> Path:
 class Served:
     """A running server. `alone` gives what the engine gives for the same request with nothing beside it."""
 
-    def __init__(self, folder: Path, limits: ServerLimits = ServerLimits(), admin_token: str | None = None, **sizes):
+    def __init__(
+        self,
+        folder: Path,
+        limits: ServerLimits = ServerLimits(),
+        admin_token: str | None = None,
+        port: int = 0,
+        **sizes,
+    ):
         self.tokenizer = Tokenizer(folder)
         self.engine = tiny.engine(cfg=CONFIG, tokenizer=self.tokenizer, **sizes)
         self.service = Service(self.engine, self.tokenizer, _contract(), NAME, limits, admin_token)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", port))
         self.port = listener.getsockname()[1]
         self.server = DrainingServer(self.service)
         self._thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
@@ -170,11 +178,12 @@ def same_bits(sent: list[float], expected: np.ndarray) -> bool:
 
 
 def main() -> None:
-    """`python -m tests.isomodel.rollout.server.served` serves the tiny model until Ctrl-C, for benchmarks.serve_load and
-    benchmarks.serve_fuzz."""
+    """`python -m tests.isomodel.rollout.server.served PORT` serves the tiny model until Ctrl-C, with few pages, for
+    benchmarks.serve_load and benchmarks.serve_fuzz."""
     with tempfile.TemporaryDirectory() as folder:
-        server = Served(write_model(Path(folder)), dataclasses.replace(LIMITS, requests=256), TOKEN)
-        print(f"http://127.0.0.1:{server.port}", flush=True)
+        limits = dataclasses.replace(LIMITS, requests=256)
+        sizes = {"num_pages": 12, "max_model_len": 128, "prompt_logprobs": True}
+        server = Served(write_model(Path(folder)), limits, TOKEN, int(sys.argv[1]), **sizes)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
         server.close()

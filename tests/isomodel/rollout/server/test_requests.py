@@ -111,6 +111,18 @@ def test_the_four_kinds_of_prompts(prompt, prompts):
     assert CompletionBody.parse(json.dumps({"prompt": prompt}).encode()).prompts() == prompts
 
 
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    raw = b'{"prompt": [[1.0, 2], [3e0]], "n": 2.0, "seed": 9007199254740992.0, "stop_token_ids": [7.0], "temperature": 1.0}'
+    body = CompletionBody.parse(raw)
+    assert body.prompts() == [[1, 2], [3]] and body.sampling().stop_token_ids == (7,)
+    assert (body.n, body.seed, body.temperature) == (2, 2**53, 1.0)
+    for raw in (b'{"prompt": [1.5]}', b'{"prompt": "a", "n": 1e400}', b'{"prompt": "a", "seed": 1e19}', b'{"prompt": [[[1.0]]]}'):
+        refusal(CompletionBody, raw)
+    message = {"role": "user", "content": "a", "weight": 1.0}
+    body = ChatBody.parse(json.dumps({"messages": [message], "chat_template_kwargs": {"x": 2.0}}).encode())
+    assert str(body.chat()[0]["weight"]) == "1.0" and str(body.chat_template_kwargs["x"]) == "2.0", "what a template prints"
+
+
 def test_parts_of_a_message():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     body = ChatBody.parse(json.dumps({"messages": [{"role": "user", "content": parts}, *MESSAGES]}).encode())
