@@ -173,6 +173,8 @@ class Engine:
             raise ValueError(f"stop_token_ids {outside} are outside the vocabulary of {self.cfg.vocab_size}")
         if params.prompt_logprobs and not c.prompt_logprobs:
             raise ValueError("prompt_logprobs was asked for, and the engine was made with prompt_logprobs=False")
+        if params.top_logprobs > c.top_logprobs:
+            raise ValueError(f"top_logprobs={params.top_logprobs}, and the engine was made with top_logprobs={c.top_logprobs}")
         return limit
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
@@ -257,6 +259,7 @@ class Engine:
             prompt_logprobs=request.prompt_logprobs.copy() if params.prompt_logprobs and request.scored else None,
             logits=np.stack(sample.logits) if sample.logits else None,
             error=sample.error,
+            **_alternatives(sample, 0),
         )
 
     def _text(self, sample: Sample, token_ids: np.ndarray) -> str | None:
@@ -360,10 +363,11 @@ class Engine:
         if request is None or (sample := request.samples[index]).finish_reason:
             return None
         if sample.logprobs is None:
-            return Tail(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32))
+            return Tail(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), **_alternatives(sample, 0))
         new = slice(start, sample.generated)
         ids = sample.tokens[sample.prompt_len + start : sample.count]
-        return Tail(ids.copy(), sample.logprobs[new].copy(), sample.versions[new].copy())
+        top = _alternatives(sample, start)
+        return Tail(ids.copy(), sample.logprobs[new].copy(), sample.versions[new].copy(), **top)
 
     def reset_prefix_cache(self) -> int:
         """Forgets the keys and values kept for later requests; those in flight keep theirs. Returns how many pages."""
@@ -453,6 +457,14 @@ class Engine:
     def check(self) -> None:
         """Verifies that pages, slots and samples agree. Raises AssertionError naming the faults."""
         self._scheduler.check()
+
+
+def _alternatives(sample: Sample, start: int) -> dict[str, np.ndarray]:
+    """top_ids and top_logprobs of the sampled tokens from number `start` on; nothing when they were not asked for."""
+    if not (k := sample.request.params.top_logprobs):
+        return {}
+    rows = {"top_ids": (sample.top_ids, np.int32), "top_logprobs": (sample.top_logprobs, np.float32)}
+    return {name: np.array(found[start:], dtype).reshape(-1, k) for name, (found, dtype) in rows.items()}
 
 
 class _Bar:

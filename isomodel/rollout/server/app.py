@@ -45,6 +45,7 @@ def create_app(service: Service) -> FastAPI:
             name=service.name,
             vocab_size=service.cfg.vocab_size,
             prompt_limit=service.prompt_limit,
+            top_logprobs=service.config.top_logprobs,
             limits=service.limits,
         )
         media = ("application/json", "text/event-stream") if issubclass(body, TextBody) else ("application/json",)
@@ -155,9 +156,11 @@ async def _completions(service: Service, run: Run) -> Response:
         service.tokenizer, service.name, service.fingerprint, logprobs=wanted, token_ids=body.return_token_ids
     )
     if not body.echo:
-        return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted), answer)
+        return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted, top_logprobs=body.logprobs or 0), answer)
     most = 1 if body.only_echo else body.max_tokens
-    params = body.sampling(logprobs=wanted, prompt_logprobs=wanted, max_tokens=most)
+    params = body.sampling(
+        logprobs=wanted, prompt_logprobs=wanted, top_logprobs=body.logprobs or 0, max_tokens=most
+    )
     prompts = await run.start(body.prompts(), params, stream=False)
     completions = await run.completions()
     if body.only_echo:
@@ -169,7 +172,7 @@ async def _chat(service: Service, run: Run) -> Response:
     body = ChatBody.parse(await run.body())
     service.check_name(body.model)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling(logprobs=body.logprobs, max_tokens=most)
+    params = body.sampling(logprobs=body.logprobs, top_logprobs=body.top_logprobs, max_tokens=most)
     tokenizer, given = service.tokenizer, body.chat_template_kwargs
     if unread := [name for name in given if not tokenizer.template_reads(name)]:
         message = f"the chat template of this model does not read {', '.join(unread)}; leave it out"
@@ -238,5 +241,6 @@ def _event(values: responses.Json) -> str:
 async def _rollout(service: Service, run: Run) -> Response:
     body = RolloutBody.parse(await run.body())
     service.check_name(body.model)
-    await run.start(body.prompts(), body.sampling(prompt_logprobs=body.prompt_logprobs), stream=False)
+    params = body.sampling(prompt_logprobs=body.prompt_logprobs, top_logprobs=body.top_logprobs)
+    await run.start(body.prompts(), params, stream=False)
     return JSONResponse(responses.rollout(await run.completions(), service.name, service.fingerprint))

@@ -25,8 +25,7 @@ BOUNDS: dict[str, Json] = {
     "stream_options": {"properties": {"include_usage": {"type": "boolean"}}, "additionalProperties": False},
     "version": {"minimum": 1, "maximum": 2**31 - 1},
 }
-ZERO = ("logprobs", "top_logprobs")
-"""Counts that may be 0 only."""
+ALTERNATIVES = ("logprobs", "top_logprobs")
 PROMPTS = ("prompt", "prompt_ids")
 MESSAGE = {
     "type": "object",
@@ -67,22 +66,28 @@ ERROR = {
 
 
 def body(
-    cls: type[Strict], *, name: str = "", vocab_size: int = 1, prompt_limit: int = 1, limits: ServerLimits = ServerLimits()
+    cls: type[Strict],
+    *,
+    name: str = "",
+    vocab_size: int = 1,
+    prompt_limit: int = 1,
+    top_logprobs: int = 0,
+    limits: ServerLimits = ServerLimits(),
 ) -> Json:
     """`requestBody` of a route that takes a `cls`.
 
     Args:
       name: of the served model. vocab_size, prompt_limit: of its token ids and prompts.
-      limits: how much may be asked for.
+      top_logprobs: most alternatives. limits: how much may be asked for.
     """
     schema = cls.model_json_schema()
     fields: dict[str, Json] = schema["properties"]
     for field, bounds in BOUNDS.items():
         if field in fields:
             fields[field] |= bounds
-    for field in fields.keys() & set(ZERO):
+    for field in fields.keys() & set(ALTERNATIVES):
         for node in _nodes(fields[field], "integer"):
-            node["const"] = 0
+            node |= {"minimum": 0, "maximum": top_logprobs}
     for field in fields.keys() & {*PROMPTS, "stop_token_ids"}:
         for node in _nodes(fields[field], "integer"):
             node |= {"minimum": 0, "maximum": vocab_size - 1}

@@ -167,7 +167,9 @@ class CompletionBody(TextBody):
         description="a text, a list of texts, a list of token ids, or a list of lists of token ids"
     )
     max_tokens: int | None = Field(16, description="an integer >= 1; with echo also 0: nothing is sampled")
-    logprobs: int | None = Field(None, description="0: the sampled tokens' log-probabilities, and no others")
+    logprobs: int | None = Field(
+        None, description="an integer >= 0: the sampled tokens' log-probabilities, and so many of the likeliest"
+    )
     echo: bool = Field(False, description="true or false: the prompt before the completion; not in streams")
 
     @property
@@ -187,13 +189,6 @@ class CompletionBody(TextBody):
             return [self.prompt]
         return list(self.prompt)
 
-    @pydantic.field_validator("logprobs")
-    @classmethod
-    def _sampled_only(cls, logprobs: int | None) -> int | None:
-        if logprobs:
-            raise ValueError("0")
-        return logprobs
-
 
 class ChatBody(TextBody):
     """Of /v1/chat/completions."""
@@ -206,14 +201,13 @@ class ChatBody(TextBody):
         {}, description="an object of what the model's chat template reads, such as enable_thinking"
     )
     logprobs: bool = Field(False, description="true or false: log-probabilities of the sampled tokens")
-    top_logprobs: int = Field(0, description="0: the sampled tokens' log-probabilities, and no others")
+    top_logprobs: int = Field(0, description="an integer >= 0: with logprobs, so many of the likeliest tokens too")
 
-    @pydantic.field_validator("top_logprobs")
-    @classmethod
-    def _sampled_only(cls, top_logprobs: int) -> int:
-        if top_logprobs:
-            raise ValueError("0")
-        return top_logprobs
+    @pydantic.model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages with contents as texts; a content of several text parts is their texts, joined.
@@ -229,6 +223,7 @@ class RolloutBody(Body):
 
     prompt_ids: Ids | Lists = Field(description="a list of token ids, or a list of such lists")
     prompt_logprobs: bool = Field(False, description="true or false: log-probabilities of the prompts' tokens too")
+    top_logprobs: int = Field(0, description="an integer >= 0: so many of the likeliest tokens at each sampled one")
 
     def prompts(self) -> list[list[int]]:
         """One entry a prompt."""

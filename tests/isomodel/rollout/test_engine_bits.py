@@ -317,3 +317,54 @@ def test_prompt_log_probabilities_equal_the_sampled_ones(work):
                 n = len(want[i].token_ids)
                 assert np.isnan(completion.prompt_logprobs[0]) and np.all(completion.prompt_logprobs[1:] <= 0)
                 assert completion.prompt_logprobs[-n:].tobytes() == want[i].logprobs.tobytes()
+
+
+def test_alternatives_have_the_bits_that_they_have_when_sampled(work):
+    """Each of the k likeliest: its id from the logits row, its log-probability from the token's own score."""
+    prompts, sampling, want = work
+    ask = [dataclasses.replace(s, top_logprobs=4) for s in sampling]
+    engine = tiny.engine(top_logprobs=5)
+    got = engine.generate(prompts, ask)
+    tiny.assert_same_bits(got, want)
+    alone = tiny.engine(top_logprobs=5, prefix_cache=False)
+    scorer = tiny.engine(prompt_logprobs=True)
+    found = 0
+    for i, completion in enumerate(got):
+        (again,) = alone.generate([prompts[i]], ask[i])
+        assert again.top_ids.tobytes() == completion.top_ids.tobytes()
+        assert again.top_logprobs.tobytes() == completion.top_logprobs.tobytes()
+        order = np.argsort(-completion.logits, axis=1, kind="stable")[:, :4]
+        assert completion.top_ids.dtype == np.int32 and completion.top_ids.tolist() == order.tolist()
+        n, k = np.nonzero(completion.top_ids == completion.token_ids[:, None])
+        assert completion.top_logprobs[n, k].tobytes() == completion.logprobs[n].tobytes()
+        found += len(n)
+    assert found > 20
+    completion = got[0]
+    for at in (0, 5):
+        for token, value in zip(completion.top_ids[at], completion.top_logprobs[at], strict=True):
+            text = [*completion.prompt_ids, *completion.token_ids[:at], token]
+            score = dataclasses.replace(sampling[0], prompt_logprobs=True, max_tokens=1)
+            assert scorer.generate([text], score)[0].prompt_logprobs[-1].tobytes() == value.tobytes()
+
+
+def test_alternatives_under_restart_preemption_and_refusal():
+    prompts = tiny.prompts(8, seed=4, low=40, high=60)
+    sampling = tiny.seeded(8, max_tokens=120, top_logprobs=2)
+    alone = tiny.engine(top_logprobs=5, prefix_cache=False)
+    want = [alone.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)]
+    engine = tiny.engine(top_logprobs=5)
+    got = engine.generate(prompts, sampling)
+    assert engine.stats().preemptions > 0
+    assert [c.top_logprobs.tobytes() for c in got] == [c.top_logprobs.tobytes() for c in want]
+    name = engine.add_request(prompts[0], sampling[0])
+    for _ in range(3):
+        engine.step()
+    tail = engine.tail(name, 0, 1)
+    assert len(tail.token_ids) > 1 and tail.top_ids.shape == (len(tail.token_ids), 2)
+    assert tail.top_logprobs.tobytes() == want[0].top_logprobs[1 : 1 + len(tail.token_ids)].tobytes()
+    engine.update_weights(tiny.params(), 1, on_update="restart")
+    (again,) = _drain(engine)
+    assert again.top_ids.tobytes() == want[0].top_ids.tobytes()
+    assert engine.generate([prompts[0]], SAMPLING)[0].top_ids is None
+    with pytest.raises(ValueError, match="top_logprobs=6, and the engine was made with top_logprobs=5"):
+        engine.add_request([1], SamplingParams(top_logprobs=6))

@@ -23,12 +23,12 @@ def live(server):
 
 
 def test_whatever_is_sent_the_server_stays_well(live, capsys):
-    found = serve_fuzz.fuzz(live, 400, seed=3, share=0.2)
+    found = serve_fuzz.fuzz(live, 400, seed=3, share=0.1)
     assert found.passed, (found.faults[:5], found.leak)
     assert found.sent.total() >= 400 and found.watched > 10
     assert found.sent.keys() == {*serve_fuzz.SHARES, "described, positive", "described, negative"}
     for kind in ("valid", "fields changed", "described, positive"):
-        assert found.statuses[kind]["200"] > 5, "some of them ran"
+        assert found.statuses[kind]["200"] > 2, "some of them ran"
     serve_fuzz.print_found(found, rich.console.Console(width=100))
     said = capsys.readouterr().out
     assert all(kind in said for kind in found.sent) and "0 faults" in said

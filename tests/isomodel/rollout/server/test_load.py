@@ -60,7 +60,8 @@ def a_bit_more_in_company(server):
     def wrong(plan):
         result = run(plan)
         if len(plan.samples) > 1:
-            result.logprobs_KS = np.nextafter(result.logprobs_KS, np.float32(-np.inf))
+            lower = np.nextafter(result.chosen.logprobs, np.float32(-np.inf))
+            result.chosen = result.chosen._replace(logprobs=lower)
         return result
 
     server.engine._runner.run = wrong

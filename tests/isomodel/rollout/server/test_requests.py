@@ -36,7 +36,7 @@ def refusal(cls, body) -> ApiError:
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"prompt": "a", "stream": 1}, "stream must be true or false"),
         ({"prompt": "a", "stop": [1]}, "stop must be a text or a list of texts"),
-        ({"prompt": "a", "logprobs": 5}, "logprobs must be 0"),
+        ({"prompt": "a", "logprobs": 0.5}, "logprobs must be an integer >= 0"),
         ({"prompt": "a", "echo": 1}, "echo must be true or false"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5 is not offered here"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options must be"),
@@ -109,6 +109,11 @@ def test_null_is_the_default_and_neutral_values_ask_for_nothing():
 )
 def test_the_four_kinds_of_prompts(prompt, prompts):
     assert CompletionBody.parse(json.dumps({"prompt": prompt}).encode()).prompts() == prompts
+
+
+def test_alternatives_of_chats_need_logprobs():
+    assert "needs logprobs" in refusal(ChatBody, {"messages": MESSAGES, "top_logprobs": 2}).message
+    ChatBody.parse(json.dumps({"messages": MESSAGES, "top_logprobs": 2, "logprobs": True}).encode())
 
 
 def test_a_whole_number_is_an_integer_however_it_is_written():
