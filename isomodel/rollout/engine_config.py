@@ -35,6 +35,8 @@ class EngineConfig:
       prefix_cache: full pages are found again by later requests.
       logprobs: requests may ask for log-probabilities of what is sampled; without, steps compute none.
       prompt_logprobs: requests may ask for prompt log-probabilities (one more program a token bucket).
+      top_logprobs: most alternatives that a request may ask for at each sampled token; they are computed at each step
+        for every sample, so 0 costs nothing.
       return_logits: completions carry the full fp32 logits row of every sampled token (for gates; large).
       on_update: what new weights do to samples in flight: "finish" them before, "restart" them from their prompts, or
         "continue": keep their tokens and recompute their keys and values (each token records its version).
@@ -54,6 +56,7 @@ class EngineConfig:
     prefix_cache: bool = True
     logprobs: bool = True
     prompt_logprobs: bool = True
+    top_logprobs: int = 0
     return_logits: bool = False
     on_update: str = "finish"
     seed: int = 0
@@ -81,6 +84,8 @@ class EngineConfig:
             faults.append(f"look_s={self.look_s!r} must be above 0")
         if self.on_update not in ON_UPDATE:
             faults.append(f"on_update={self.on_update!r}; choose one of {', '.join(ON_UPDATE)}")
+        if not isinstance(self.top_logprobs, int) or self.top_logprobs < 0:
+            faults.append(f"top_logprobs={self.top_logprobs!r} must be an integer >= 0")
         if not isinstance(self.seed, int) or self.seed < 0:
             faults.append(f"seed={self.seed!r} must be an integer >= 0")
         for field in ("seq_buckets", "token_buckets"):
@@ -94,8 +99,11 @@ class EngineConfig:
         """The same with nothing left open for this model: sizes and buckets are numbers, kv_memory is None.
 
         Raises:
-          ValueError: max_model_len is beyond the model's positions, the memory holds no page, or the pages are too many.
+          ValueError: max_model_len is beyond the model's positions, top_logprobs beyond its vocabulary, the memory holds
+            no page, or the pages are too many.
         """
+        if self.top_logprobs > cfg.vocab_size:
+            raise ValueError(f"engine: top_logprobs={self.top_logprobs}, but the vocabulary has {cfg.vocab_size}")
         max_len = self.max_model_len or min(2048, cfg.max_positions)
         if max_len > cfg.max_positions:
             raise ValueError(f"engine: max_model_len={max_len}, but the model has {cfg.max_positions} positions")

@@ -24,6 +24,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import PagePool, extend_keys
 from isomodel.rollout.sequence import Request, Sample
 from isomodel.rollout.slots import SlotTable
@@ -73,15 +74,12 @@ class StepResult:
 
     Attributes:
       counts_S: int32, steps in which the sample got a token (a prefix of the K).
-      tokens_KS: int32. logprobs_KS, truncated_KS: float32.
-      logits_KSV: float32 or None. prompt_logprobs_T: float32 or None, of each row's next prompt token.
+      chosen: arrays of every step, with leading axes K, S.
+      prompt_logprobs_T: float32 or None, of each row's next prompt token.
     """
 
     counts_S: np.ndarray
-    tokens_KS: np.ndarray
-    logprobs_KS: np.ndarray
-    truncated_KS: np.ndarray
-    logits_KSV: np.ndarray | None = None
+    chosen: Chosen
     prompt_logprobs_T: np.ndarray | None = None
 
 
@@ -326,12 +324,11 @@ class Scheduler:
 
     def update(self, plan: Plan, result: StepResult) -> list[Sample]:
         """Takes in what a step brought; returns the samples that finished, in row order, already off their slots."""
-        logits, finished = result.logits_KSV, []
-        n_decode = len(plan.decode)
+        finished, n_decode = [], len(plan.decode)
         for i, sample in enumerate(plan.decode):
             n = result.counts_S[i]
             before = sample.count
-            self._accept(sample, result, i, n, logits)
+            self._accept(sample, result, i, n)
             sample.computed += sample.count - before
             self.stats.decode_rows += int(n)
         row = len(plan.decode)
@@ -352,7 +349,7 @@ class Scheduler:
                 if request.unattached:
                     self._hold(request, sample.pages[: self.pool.pages_for(sample.prompt_len)])
             if end == sample.count:
-                self._accept(sample, result, i, 1, logits)
+                self._accept(sample, result, i, 1)
         if n_decode:
             steps = max(1, int(result.counts_S[:n_decode].max()))
             stops = sum(s.finish_reason == "stop" for s in plan.decode) / steps
@@ -367,14 +364,9 @@ class Scheduler:
                 self._retire(sample)
         return finished
 
-    def _accept(self, sample: Sample, result: StepResult, i: int, n: int, logits) -> None:
-        sample.accept(
-            result.tokens_KS[:n, i],
-            result.logprobs_KS[:n, i],
-            result.truncated_KS[:n, i],
-            self.version,
-            None if logits is None else logits[:n, i],
-        )
+    def _accept(self, sample: Sample, result: StepResult, i: int, n: int) -> None:
+        """The first n tokens of the plan's sample number i."""
+        sample.accept(Chosen(*(x if x is None else x[:n, i] for x in result.chosen)), self.version)
 
     def _register(self, sample: Sample) -> None:
         """Tells the prefix cache of the pages that the sample has filled."""
