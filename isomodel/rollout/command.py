@@ -81,10 +81,23 @@ def add_engine_options(parser: argparse.ArgumentParser, *, most_tokens: str) -> 
     )
     group.add_argument("--max-seqs", type=int, default=64, help="completions that run at one time (default 64)")
     group.add_argument("--max-model-len", type=int, help=f"most tokens, prompt included; default: {most_tokens}")
-    group.add_argument(
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
         "--kv-memory-mb", type=float, help="size of the KV cache; default: what fits max-seqs, at most 1 GiB"
     )
+    size.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="SHARE",
+        help="in place of that: the KV cache takes what weights and scratch leave of this share of the device memory that JAX may take",
+    )
     group.add_argument("--no-prefix-cache", action="store_true")
+
+
+def kv_size(args: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig's fields that size the KV cache, from the options of `add_engine_options`."""
+    memory = None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20)
+    return {"kv_memory": memory, "memory_fraction": args.memory_fraction}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -203,7 +216,7 @@ def _engine_config(args, cfg: ModelConfig, lines: list[PromptLine], prompts: lis
     return EngineConfig(
         max_seqs=min(args.max_seqs, max(FEWEST_SEQS, samples)),
         max_model_len=args.max_model_len or max(2, min(cfg.max_positions, whole_blocks)),
-        kv_memory=None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20),
+        **kv_size(args),
         chunk_tokens=max(1, min(MOST_PREFILL_ROWS, rows)),
         prefix_cache=not args.no_prefix_cache,
         prompt_logprobs=any(line.sampling.prompt_logprobs for line in lines),

@@ -25,6 +25,9 @@ class EngineConfig:
       num_pages: pages of the KV cache; None: from `kv_memory`.
       kv_memory: bytes of the KV cache; None: enough for max_seqs samples of max_model_len, and at most 1 GiB (but never
         less than one such sample).
+      memory_fraction: in place of kv_memory: the KV cache takes what is left of this share of the device memory that JAX
+        may take, after all that is there (the weights) and the programs' scratch.
+      reserved_memory: bytes of that share that are left free for others, such as a trainer.
       chunk_tokens: prompt rows of a step, at most.
       decode_steps: steps that the device takes between two looks by the host.
       prefix_cache: full pages are found again by later requests.
@@ -41,6 +44,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_memory: int | None = None
+    memory_fraction: float | None = None
+    reserved_memory: int = 0
     chunk_tokens: int = 512
     decode_steps: int = 8
     prefix_cache: bool = True
@@ -66,8 +71,13 @@ class EngineConfig:
                 faults.append(f"{field}={value!r} must be None or an integer >= 1")
         if self.max_model_len == 1:
             faults.append("max_model_len=1 has no room for a prompt and a token")
-        if self.num_pages is not None and self.kv_memory is not None:
-            faults.append(f"num_pages={self.num_pages} and kv_memory={self.kv_memory} are both given; give one")
+        sizes = {n: v for n in ("num_pages", "kv_memory", "memory_fraction") if (v := getattr(self, n)) is not None}
+        if len(sizes) > 1:
+            faults.append(" and ".join(f"{n}={v}" for n, v in sizes.items()) + " are given; give one of them")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            faults.append(f"memory_fraction={self.memory_fraction!r} must be above 0 and at most 1")
+        if not isinstance(self.reserved_memory, int) or self.reserved_memory < 0:
+            faults.append(f"reserved_memory={self.reserved_memory!r} must be an integer >= 0")
         if self.on_update not in ON_UPDATE:
             faults.append(f"on_update={self.on_update!r}; choose one of {', '.join(ON_UPDATE)}")
         if not isinstance(self.seed, int) or self.seed < 0:
@@ -82,15 +92,15 @@ class EngineConfig:
     def resolve(self, cfg: ModelConfig, kv_dtype: jnp.dtype) -> EngineConfig:
         """The same with nothing left open for this model: sizes and buckets are numbers, kv_memory is None.
 
+        memory_fraction is for `memory.sized` to turn into kv_memory before.
+
         Raises:
           ValueError: max_model_len is beyond the model's positions, the memory holds no page, or the pages are too many.
         """
         max_len = self.max_model_len or min(2048, cfg.max_positions)
         if max_len > cfg.max_positions:
             raise ValueError(f"engine: max_model_len={max_len}, but the model has {cfg.max_positions} positions")
-        page_bytes = (
-            2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
-        )
+        page_bytes = self.page_bytes(cfg, kv_dtype)
         per_seq = -(-(max_len - 1) // self.page_size)
         num_pages = self.num_pages
         if num_pages is None and self.kv_memory is not None:
@@ -110,6 +120,10 @@ class EngineConfig:
             seq_buckets=_cover(self.seq_buckets or _ladder(16, self.max_seqs), self.max_seqs),
             token_buckets=_cover(self.token_buckets or _ladder(64, most_rows), most_rows),
         )
+
+    def page_bytes(self, cfg: ModelConfig, kv_dtype: jnp.dtype) -> int:
+        """Bytes of a page: keys and values of all layers."""
+        return 2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
 
     @property
     def table_width(self) -> int:

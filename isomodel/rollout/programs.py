@@ -17,6 +17,7 @@ from isomodel import model
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
+from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.slots import DEVICE_STOPS
 from isomodel.specs import Params, weight_specs
 from pallas_kernels import sample
@@ -73,6 +74,11 @@ class Shapes:
     table_width: int
     decode_steps: int
     return_logits: bool
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Shapes:
+        """Of a resolved config."""
+        return cls(config.num_pages, config.page_size, config.table_width, config.decode_steps, config.return_logits)
 
 
 def _choose(cfg, numerics, params, hidden_SD, positions_S, sampling: Sampling):
@@ -207,6 +213,23 @@ def _arguments(cfg, numerics, shapes: Shapes, work, S: int) -> tuple:
 def _with_rope(cfg, numerics, run):
     """`run` with the table of rotations as its last argument."""
     return lambda *args: run(*args, model.rope(cfg, numerics))
+
+
+@functools.lru_cache(maxsize=256)
+def scratch_bytes(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int) -> int:
+    """Device memory that a step takes beside weights and cache: of the larger one of `mixed_step` and `decode_loop`.
+
+    It does not depend on the number of pages. Compiles both.
+    """
+    most = 0
+    for step, args in (
+        (mixed_step, mixed_arguments(cfg, numerics, shapes, T, S)),
+        (decode_loop, decode_arguments(cfg, numerics, shapes, S)),
+    ):
+        fn = jax.jit(functools.partial(step, cfg, numerics, shapes), donate_argnums=1)
+        found = fn.lower(*args).compile().memory_analysis()
+        most = max(most, found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+    return most
 
 
 @functools.lru_cache(maxsize=256)
