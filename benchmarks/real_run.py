@@ -1,7 +1,7 @@
 """The real run: configs/smollm2_h200.yaml in iso numerics, killed in its middle and resumed; beside it native numerics.
 
     python -m benchmarks.real_run OUT [kill iso native] [--config FILE] [--work FOLDER] [--seconds N] [key=value ...]
-    python -m benchmarks.real_run --record OUT/real_run.json
+    python -m benchmarks.real_run --record OUT
 
 Parts, each by the command that a user would type, in processes of their own:
 
@@ -10,7 +10,8 @@ Parts, each by the command that a user would type, in processes of their own:
     native   its first steps in native numerics, under XLA's default flags
 
 What is there in --work is continued, so that a call which ran out of --seconds is typed again. Every call writes into OUT what
-there is: real_run.json (rows for results.jsonl), real_run.md (the table for docs/training.md), real_run.png, runs.tgz.
+there is: real_run.json (rows), real_run.md (the table), real_run.png, runs.tgz. --record enters the rows in results.jsonl, and puts
+table and picture into docs/training.md.
 """
 
 from __future__ import annotations
@@ -40,6 +41,8 @@ ROOT = pathlib.Path(__file__).parent.parent
 CONFIG = ROOT / "configs" / "smollm2_h200.yaml"
 PARTS = ("kill", "iso", "native")
 COMMAND = "python -m benchmarks.real_run OUT"
+GUIDE = ROOT / "docs" / "training.md"
+BEGIN, END = "<!-- real run -->", "<!-- end of real run -->"
 GRACE_S = 60.0
 """From SIGTERM on, what a run may take to save its last finished step."""
 KEPT = ("config.yaml", "contract.json", METRICS, "evaluations.jsonl", "samples")
@@ -243,6 +246,24 @@ class RealRun:
         print(text)
 
 
+def enter(out: pathlib.Path, reason: str | None, results: pathlib.Path = report.RESULTS, guide: pathlib.Path = GUIDE) -> int:
+    """Enters what `write` left in `out`; returns how many rows.
+
+    Raises:
+      report.ResultsError: a row cannot be used, or the guide does not have its marks. Nothing was entered.
+    """
+    text = guide.read_text()
+    if text.count(BEGIN) != 1 or text.count(END) != 1:
+        raise report.ResultsError(f"{guide} needs {BEGIN} and {END}, once each")
+    made = [row | {"reason": reason} for row in json.loads((out / "real_run.json").read_text())]
+    entered = report.record_all(made, results)
+    before, after = text.split(BEGIN)[0], text.split(END)[1]
+    picture = "![reward, parity, ratio and time of the real run in iso and native numerics](real_run.png)"
+    guide.write_text(f"{before}{BEGIN}\n{(out / 'real_run.md').read_text()}\n{picture}\n{END}{after}")
+    shutil.copy(out / "real_run.png", guide.parent)
+    return len(entered)
+
+
 def facts() -> dict:
     """Of this machine and checkout, as report.record wants them. ISOMODEL_COMMIT names the commit where there is no repository."""
     names = [n for n in ("jax", "jaxlib", "jax-cuda13-plugin", "flax") if _installed(n)]
@@ -272,12 +293,11 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seconds", type=float, default=570, help="longest time of this call (default: 570)")
     parser.add_argument("--native-steps", type=int, default=60)
     parser.add_argument("--kill-steps", type=int, default=12)
-    parser.add_argument("--record", type=pathlib.Path, metavar="JSON", help="enter rows in results.jsonl")
+    parser.add_argument("--record", type=pathlib.Path, metavar="OUT", help="enter what a run left there, and do nothing else")
     parser.add_argument("--reason", help="with --record: why a target is missed, if one is")
     args = parser.parse_intermixed_args(argv)
     if args.record:
-        entered = report.record_all([row | {"reason": args.reason} for row in json.loads(args.record.read_text())])
-        print(f"{len(entered)} rows entered")
+        print(f"{enter(args.record, args.reason)} rows entered")
         return 0
     if args.out is None:
         parser.error("name the folder to write to")

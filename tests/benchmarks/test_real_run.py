@@ -120,6 +120,25 @@ def test_the_table_and_the_rows_say_what_the_runs_did(tmp_path):
     assert all(r.met for r in results) and len(results) == 10
 
 
+def test_what_a_run_left_goes_into_the_results_and_the_guide(tmp_path):
+    out, guide, results = tmp_path / "out", tmp_path / "training.md", tmp_path / "results.jsonl"
+    out.mkdir()
+    row = dict(id="real-run-parity", area="engine", work="w", metric="nats", ours=0.0, target="== 0", gpu="g", versions={"jax": "1"},
+               commit="abc1234", date="2026-11-30", command="c")  # fmt: skip
+    (out / "real_run.json").write_text(json.dumps([row]))
+    (out / "real_run.md").write_text("| steps | 200 |\n")
+    (out / "real_run.png").write_bytes(b"png")
+    guide.write_text("before\n")
+    with pytest.raises(report.ResultsError, match="once each"):
+        real_run.enter(out, None, results, guide)
+    assert not results.exists()
+    guide.write_text(real_run.GUIDE.read_text())
+    assert real_run.enter(out, None, results, guide) == real_run.enter(out, None, results, guide) == 1
+    text = guide.read_text()
+    assert text.count("| steps | 200 |") == 1 and "(real_run.png)" in text and text.startswith("# Training")
+    assert (tmp_path / "real_run.png").read_bytes() == b"png"
+
+
 def test_a_missed_bit_is_not_summed_up_as_none(tmp_path):
     runs = {"iso": write(tmp_path / "iso", [row(1), row(2, parity__max_abs=math.nan, parity__mismatched_tokens=1)])}
     assert math.isnan(summary(runs["iso"])["worst"])

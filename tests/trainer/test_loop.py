@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -30,6 +31,8 @@ from trainer.parity import ParityError
 from trainer.rewards import RewardError
 from trainer.run_folder import RunError, RunFolder
 from trainer.trajectory import Trajectory
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,6 +72,9 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     samples = [json.loads(line) for line in (run / "samples/step_000001.jsonl").read_text().splitlines()]
     assert len(samples) == 4 and {"prompt", "response", "reward", "advantage", "seed"} <= samples[0].keys()
     assert list((run / "tensorboard").iterdir())
+    table = (ROOT / "docs/training.md").read_text().split("| key | what it says |")[1].split("\n\n")[0]
+    told = {w for line in table.splitlines()[2:] for w in re.findall("`([a-z_]+/?[a-z_]*)`", line.split(" | ")[0])}
+    assert len(told) > 25 and told - rows[0].keys() == {"kl/ref"}  # which this objective does not have
     assert saved(tmp_path) == [2, 4]
     # Nothing of a finished run is done again.
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
