@@ -179,12 +179,18 @@ class _Run:
 
     def _make_engine(self) -> Engine:
         e = self._config.rollout.engine
+        reserved = 0
+        if e.memory_fraction is not None and e.pages == "keep":
+            self._display.phase("compile train, to know the memory it needs")
+            reserved = self._step.update_bytes(self._buckets)
         sizes = EngineConfig(
             max_seqs=e.max_seqs,
             max_model_len=e.max_model_len,
             page_size=e.page_size,
             num_pages=e.num_pages,
             kv_memory=e.kv_memory,
+            memory_fraction=e.memory_fraction,
+            reserved_memory=reserved,
             chunk_tokens=e.chunk_tokens,
             decode_steps=e.decode_steps,
             prefix_cache=e.prefix_cache,
@@ -254,6 +260,8 @@ class _Run:
     def _finish(self, rollout, start: float) -> None:
         """Trains on a step's rollout, hands over the weights, writes everything down."""
         c, step = self._config, self._done + 1
+        if c.rollout.engine.pages == "release":
+            self._engine.release_pages()
         updated = self._updater.update(
             self._state,
             rollout,

@@ -143,6 +143,14 @@ class TrainStep:
         _optimizer_programs(self._optimizer)
         return len(todo) + 1
 
+    def update_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """Device memory that an update takes beside the state: gradients, activations, the new compute copy. Compiles."""
+        zeros, norm, apply = _optimizer_programs(self._optimizer)
+        programs = [*(_compiled(self._train(b)) for b in buckets), norm, apply]
+        found = [p.memory_analysis() for p in programs]
+        most = max(m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found)
+        return zeros.memory_analysis().output_size_in_bytes + most
+
     def traces(self, bucket: Bucket) -> Mapping[str, Callable[[], Any]]:
         """{case: function that traces what this trainer runs in it}, for `contract.derive`."""
         return {"remat" if self.remat else "train": self._train(bucket).trace, "score": self._scoring(bucket).trace}

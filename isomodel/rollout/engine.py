@@ -12,6 +12,7 @@ import numpy as np
 
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
+from isomodel.rollout import memory
 from isomodel.rollout.engine_config import ON_UPDATE, EngineConfig
 from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.pages import PagePool
@@ -81,13 +82,14 @@ class Engine:
 
         Raises:
           ValueError: config or weights do not fit the model.
+          OutOfDeviceMemory: the KV cache does not fit on the device.
           registry.Unsupported: the numerics' backend cannot serve here.
           environment.EnvironmentFault: iso numerics in a process whose XLA flags are not the contract's.
         """
         if numerics.mode == "iso":
             environment.check()
         self.cfg, self.numerics, self.tokenizer = cfg, numerics, tokenizer
-        self.config = config.resolve(cfg, numerics.dtype)
+        self.config = memory.sized(config, cfg, numerics).resolve(cfg, numerics.dtype)
         slots = SlotTable(self.config.max_seqs, self.config.table_width)
         self._runner = Runner(cfg, numerics, params, self.config, slots)
         self._pool = PagePool(self.config.num_pages, self.config.page_size)
@@ -380,6 +382,21 @@ class Engine:
     def reset_prefix_cache(self) -> int:
         """Forgets the keys and values kept for later requests; those in flight keep theirs. Returns how many pages."""
         return self._pool.drop_cached()
+
+    def release_pages(self) -> int:
+        """Gives the device memory of the KV cache to whoever needs it meanwhile, such as a trainer's update.
+
+        The next step takes it again: the same size, and nothing compiles. Keys and values kept for later requests are
+        forgotten; no bit of a completion depends on that. Returns how many pages were.
+
+        Raises:
+          ValueError: samples are in flight, and their keys and values are in the cache. Nothing has changed.
+        """
+        if self._scheduler.has_work:
+            raise ValueError(f"{len(self._requests)} requests are in flight; finish or abort them before the pages go")
+        dropped = self._pool.drop_cached()
+        self._runner.release_cache()
+        return dropped
 
     def update_weights(self, params: Params, version: int, *, on_update: str | None = None) -> int:
         """Samples with new weights from now on; drops all keys and values that the old ones computed.

@@ -28,6 +28,9 @@ class EngineConfig:
       num_pages: pages of the KV cache; None: from `kv_memory`.
       kv_memory: bytes of the KV cache; None: enough for max_seqs samples of max_model_len, and at most 1 GiB (but never
         less than one such sample).
+      memory_fraction: in place of kv_memory: the KV cache takes what is left of this share of the device memory that JAX
+        may take, after all that is there (the weights) and the programs' scratch.
+      reserved_memory: bytes of that share that are left free for others, such as a trainer.
       chunk_tokens: prompt rows of a step, at most; None: see GPU and CPU.
       decode_steps: most steps that the device takes between two looks by the host; None: see GPU and CPU. Fewer where others
         wait for room and samples end (scheduler.IDLE_SHARE).
@@ -50,6 +53,8 @@ class EngineConfig:
     page_size: int = 16
     num_pages: int | None = None
     kv_memory: int | None = None
+    memory_fraction: float | None = None
+    reserved_memory: int = 0
     chunk_tokens: int | None = None
     decode_steps: int | None = None
     look_s: float = 0.5
@@ -78,8 +83,13 @@ class EngineConfig:
                 faults.append(f"{field}={value!r} must be None or an integer >= 1")
         if self.max_model_len == 1:
             faults.append("max_model_len=1 has no room for a prompt and a token")
-        if self.num_pages is not None and self.kv_memory is not None:
-            faults.append(f"num_pages={self.num_pages} and kv_memory={self.kv_memory} are both given; give one")
+        sizes = {n: v for n in ("num_pages", "kv_memory", "memory_fraction") if (v := getattr(self, n)) is not None}
+        if len(sizes) > 1:
+            faults.append(" and ".join(f"{n}={v}" for n, v in sizes.items()) + " are given; give one of them")
+        if self.memory_fraction is not None and not 0 < self.memory_fraction <= 1:
+            faults.append(f"memory_fraction={self.memory_fraction!r} must be above 0 and at most 1")
+        if not isinstance(self.reserved_memory, int) or self.reserved_memory < 0:
+            faults.append(f"reserved_memory={self.reserved_memory!r} must be an integer >= 0")
         if not isinstance(self.look_s, (int, float)) or not self.look_s > 0:
             faults.append(f"look_s={self.look_s!r} must be above 0")
         if self.on_update not in ON_UPDATE:
@@ -98,6 +108,8 @@ class EngineConfig:
     def resolve(self, cfg: ModelConfig, kv_dtype: jnp.dtype) -> EngineConfig:
         """The same with nothing left open for this model: sizes and buckets are numbers, kv_memory is None.
 
+        memory_fraction is for `memory.sized` to turn into kv_memory before.
+
         Raises:
           ValueError: max_model_len is beyond the model's positions, top_logprobs beyond its vocabulary, the memory holds
             no page, or the pages are too many.
@@ -107,9 +119,7 @@ class EngineConfig:
         max_len = self.max_model_len or min(2048, cfg.max_positions)
         if max_len > cfg.max_positions:
             raise ValueError(f"engine: max_model_len={max_len}, but the model has {cfg.max_positions} positions")
-        page_bytes = (
-            2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
-        )
+        page_bytes = self.page_bytes(cfg, kv_dtype)
         per_seq = -(-(max_len - 1) // self.page_size)
         num_pages = self.num_pages
         if num_pages is None and self.kv_memory is not None:
@@ -120,8 +130,8 @@ class EngineConfig:
             num_pages = max(per_seq, min(self.max_seqs * per_seq, DEFAULT_KV_MEMORY // page_bytes))
         if num_pages * self.page_size >= NO_SLOT:
             raise ValueError(f"engine: {num_pages} pages of {self.page_size} are more than {NO_SLOT - 1} positions")
-        gpu = jax.default_backend() != "cpu"
-        sizes = {name: getattr(self, name) or default for name, default in (GPU if gpu else CPU).items()}
+        gpu = device_sizes() is GPU
+        sizes = {name: getattr(self, name) or default for name, default in device_sizes().items()}
         most_rows = self.max_seqs + sizes["chunk_tokens"]
         rows = [*_ladder(256, sizes["chunk_tokens"], 2), most_rows] if gpu else _ladder(64, most_rows)
         return dataclasses.replace(
@@ -134,10 +144,19 @@ class EngineConfig:
             token_buckets=_cover(self.token_buckets or tuple(rows), most_rows),
         )
 
+    def page_bytes(self, cfg: ModelConfig, kv_dtype: jnp.dtype) -> int:
+        """Bytes of a page: keys and values of all layers."""
+        return 2 * cfg.num_layers * self.page_size * cfg.num_kv_heads * cfg.head_dim * jnp.dtype(kv_dtype).itemsize
+
     @property
     def table_width(self) -> int:
         """Columns of the page table: whole attention blocks."""
         return -(-self.max_model_len // KV_BLOCK) * (KV_BLOCK // self.page_size)
+
+
+def device_sizes() -> dict[str, int]:
+    """GPU or CPU, by where JAX runs."""
+    return CPU if jax.default_backend() == "cpu" else GPU
 
 
 def _ladder(first: int, last: int, factor: int = 4) -> tuple[int, ...]:

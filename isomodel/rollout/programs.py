@@ -17,6 +17,7 @@ from isomodel import model
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
+from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.slots import DEVICE_STOPS
 from isomodel.specs import Params, weight_specs
@@ -76,6 +77,19 @@ class Shapes:
     return_logits: bool
     logprobs: bool = True
     top_logprobs: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Shapes:
+        """Of a resolved config."""
+        return cls(
+            config.num_pages,
+            config.page_size,
+            config.table_width,
+            config.decode_steps,
+            config.return_logits,
+            config.logprobs,
+            config.top_logprobs,
+        )
 
 
 def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling) -> Chosen:
@@ -221,23 +235,40 @@ def _with_rope(cfg, numerics, run):
     return lambda *args: run(*args, model.rope(cfg, numerics))
 
 
-def _compiled_step(cfg, numerics, shapes: Shapes, program, arguments):
-    """`program` of (params, cache, work, sampling), compiled for these arguments; the cache is donated."""
+def _compiled_step(cfg, numerics, shapes: Shapes, program, arguments) -> jax.stages.Compiled:
+    """`program` of (params, cache, work, sampling, rope), compiled for these arguments; the cache is donated."""
     lowered = jax.jit(functools.partial(program, cfg, numerics, shapes), donate_argnums=1).lower(*arguments)
-    options = environment.one_graph() if numerics.impl == "hopper" else None
-    return _with_rope(cfg, numerics, lowered.compile(compiler_options=options))
+    return lowered.compile(compiler_options=environment.one_graph() if numerics.impl == "hopper" else None)
+
+
+@functools.lru_cache(maxsize=256)
+def scratch_bytes(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int) -> int:
+    """Device memory that a step takes beside weights and cache: of the larger one of `mixed_step` and `decode_loop`.
+
+    It does not depend on the number of pages. Compiles both.
+    """
+    most = 0
+    for step, arguments in (
+        (mixed_step, mixed_arguments(cfg, numerics, shapes, T, S)),
+        (decode_loop, decode_arguments(cfg, numerics, shapes, S)),
+    ):
+        found = _compiled_step(cfg, numerics, shapes, step, arguments).memory_analysis()
+        most = max(most, found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+    return most
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_mixed(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int):
     """`mixed_step(params, cache, batch, sampling)`, compiled; the cache is donated."""
-    return _compiled_step(cfg, numerics, shapes, mixed_step, mixed_arguments(cfg, numerics, shapes, T, S))
+    arguments = mixed_arguments(cfg, numerics, shapes, T, S)
+    return _with_rope(cfg, numerics, _compiled_step(cfg, numerics, shapes, mixed_step, arguments))
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_decode(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, S: int):
     """`decode_loop(params, cache, state, sampling)`, compiled; the cache is donated."""
-    return _compiled_step(cfg, numerics, shapes, decode_loop, decode_arguments(cfg, numerics, shapes, S))
+    arguments = decode_arguments(cfg, numerics, shapes, S)
+    return _with_rope(cfg, numerics, _compiled_step(cfg, numerics, shapes, decode_loop, arguments))
 
 
 @functools.lru_cache(maxsize=256)

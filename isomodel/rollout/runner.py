@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from isomodel import device_memory
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
@@ -29,25 +30,38 @@ class Runner:
 
         Raises:
           ValueError: a weight is missing, unknown, or of another shape or dtype (all are listed).
+          OutOfDeviceMemory: the KV cache does not fit.
         """
         self.cfg, self.numerics, self.config, self.slots = cfg, numerics, config, slots
-        self.shapes = programs.Shapes(
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            table_width=config.table_width,
-            decode_steps=config.decode_steps,
-            return_logits=config.return_logits,
-            logprobs=config.logprobs,
-            top_logprobs=config.top_logprobs,
-        )
+        self.shapes = programs.Shapes.of(config)
         self.params = self.checked(params)
-        self.cache = KVCache.zeros(cfg, config.num_pages, config.page_size, numerics.dtype)
+        self.cache: KVCache | None = None
+        self.take_cache()
 
     def checked(self, params: Params) -> Params:
         """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""
         if faults := weight_faults(self.cfg, params, self.numerics.dtype):
             raise ValueError("engine: weights do not fit the model: " + "; ".join(faults))
         return dict(params)
+
+    def take_cache(self) -> None:
+        """Takes the memory of the KV cache, unless it is taken. Raises OutOfDeviceMemory."""
+        if self.cache is not None:
+            return
+        c = self.config
+        device_memory.require(
+            c.num_pages * c.page_bytes(self.cfg, self.numerics.dtype),
+            f"engine: a KV cache of {c.num_pages:,} pages of {c.page_size} tokens",
+            "lower kv_memory, num_pages or memory_fraction",
+        )
+        self.cache = KVCache.zeros(self.cfg, c.num_pages, c.page_size, self.numerics.dtype)
+
+    def release_cache(self) -> None:
+        """Gives the memory of the KV cache back, with all keys and values; the next step takes it again."""
+        if self.cache is not None:
+            self.cache.k_LNpKd.delete()
+            self.cache.v_LNpKd.delete()
+            self.cache = None
 
     def _programs(self) -> list[Callable]:
         """Functions that compile everything that a step can need, one program each."""
@@ -98,6 +112,7 @@ class Runner:
 
     def run(self, plan: Plan) -> StepResult:
         """Copies the plan's pages, runs its rows and samples."""
+        self.take_cache()
         if plan.copies:
             self._copy(plan.copies)
         return self._mixed(plan) if plan.chunks else self._decode(plan)

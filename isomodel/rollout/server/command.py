@@ -10,7 +10,7 @@ import sys
 from isomodel import contract, fetch, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
-from isomodel.rollout.command import add_engine_options
+from isomodel.rollout.command import add_engine_options, kv_size
 from isomodel.rollout.engine import Engine
 from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.server.limits import ServerLimits
@@ -85,7 +85,7 @@ def run(args: argparse.Namespace) -> int:
         config = EngineConfig(
             max_seqs=args.max_seqs,
             max_model_len=args.max_model_len,
-            kv_memory=None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20),
+            **kv_size(args),
             prefix_cache=not args.no_prefix_cache,
             top_logprobs=args.max_logprobs,
         )

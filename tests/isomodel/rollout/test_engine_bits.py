@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from isomodel.batch import KVCache
 from isomodel.rollout import SamplingParams, pages
 from tests.isomodel.rollout import tiny
+from tests.isomodel.rollout.test_engine import counting_compilations
 
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=12)
 
@@ -173,6 +175,57 @@ def _drain(engine):
     while engine.has_work:
         done += engine.step()
     return done
+
+
+def live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_released_pages_are_memory_for_others_and_no_bit_depends_on_them(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    before = live_bytes()
+    with counting_compilations() as compiled:
+        assert engine.release_pages() > 0
+        assert before - live_bytes() == tiny.ENGINE.num_pages * tiny.ENGINE.page_bytes(tiny.CONFIG, tiny.BF16.dtype)
+        assert engine.release_pages() == 0  # harmless twice
+        hits = engine.stats().prefix_hits
+        tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+        assert compiled == []
+    assert engine.stats().prefix_hits == hits  # nothing was found again that is not there
+    assert before == live_bytes()
+    engine.check()
+
+
+def test_control_a_page_that_was_released_and_not_forgotten_is_seen(work, monkeypatch):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    engine.generate(prompts, sampling)
+    monkeypatch.setattr(engine._pool, "drop_cached", lambda: 0)
+    engine.release_pages()
+    got = engine.generate(prompts, sampling)
+    assert [tiny.bits(g) for g in got] != [tiny.bits(w) for w in want]
+
+
+def test_pages_of_samples_in_flight_are_not_released():
+    engine = tiny.engine()
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1), "a")
+    engine.step()
+    with pytest.raises(ValueError, match="1 requests are in flight"):
+        engine.release_pages()
+    engine.abort("a")
+    engine.release_pages()
+
+
+def test_new_weights_are_the_arrays_that_were_given():
+    """Sync copies nothing: same buffers, and no more memory than before."""
+    engine, new = tiny.engine(), tiny.params(1)
+    before = live_bytes()
+    engine.update_weights(new, 1)
+    assert live_bytes() == before
+    places = {name: w.unsafe_buffer_pointer() for name, w in new.items()}
+    assert {name: w.unsafe_buffer_pointer() for name, w in engine._runner.params.items()} == places
 
 
 @pytest.fixture(scope="module")
