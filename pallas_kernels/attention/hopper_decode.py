@@ -16,7 +16,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention import hopper_rows
 from pallas_kernels.attention.hopper_softmax import ROW, Total, finish, full, merge
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
-from pallas_kernels.attention.hopper_walk import LANES, Memory, Turns, copy_q, drain, fetch, q_scratch, walk
+from pallas_kernels.attention.hopper_walk import LANES, Memory, Turns, clear_q, copy_q, drain, fetch, q_scratch, walk
 from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import FEW, Few
 
@@ -101,10 +101,11 @@ def attention(
 
             def copy(i):
                 tile, _, _, head = item(i)
-                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head)
+                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head, tile.tokens)
 
             @pl.when(trips > 0)
             def _first_q():
+                clear_q(q_memory, pair)
                 copy(jnp.int32(0))
 
             def one_item(i, count):
@@ -156,7 +157,7 @@ def attention(
         out_type=out,
         scratch_types=dict(
             scratch=[
-                q_scratch(shape, pairs),
+                q_scratch(shape, pairs, one=True),
                 plgpu.SMEM((pairs, slots, shape.block, d), jnp.bfloat16, transforms=mosaic.TILED),
                 plgpu.Barrier(num_arrivals=shape.pieces, num_barriers=pairs * slots),
                 plgpu.Barrier(num_barriers=pairs * slots),
