@@ -17,6 +17,7 @@ import platform
 import re
 import subprocess
 import sys
+from collections.abc import Mapping
 
 HERE = pathlib.Path(__file__).parent
 RESULTS = HERE / "results.jsonl"
@@ -144,6 +145,32 @@ def record(path: pathlib.Path = RESULTS, **fields) -> Result:
     }
     (result,) = record_all([here | fields], path)
     return result
+
+
+def facts(*packages: str) -> dict:
+    """`gpu`, `versions` (of jax, jaxlib, the CUDA plugin, flax and `packages`), `date` and `commit` of a run, for `enter`."""
+    names = ("jax", "jaxlib", "jax-cuda13-plugin", "flax", *packages)
+    return {
+        "gpu": this_machine(),
+        "versions": {name: importlib.metadata.version(name) for name in names},
+        "date": datetime.date.today().isoformat(),
+        "commit": os.environ.get("ISOMODEL_COMMIT") or head(),
+    }
+
+
+def enter(path: pathlib.Path, area: str, reasons: Mapping[str, str]) -> int:
+    """Appends the rows of a file {"facts", "rows", "failed"} to results.jsonl; a missed target gets its reason by its id.
+
+    The machine with the GPU may be another than the one with the repository, so measuring and entering are two steps.
+    Returns 0, an exit code.
+
+    Raises:
+      ResultsError: a row cannot be used; none is appended.
+    """
+    found = json.loads(path.read_text())
+    record_all([{"area": area} | found["facts"] | {"reason": reasons.get(row["id"])} | row for row in found["rows"]])
+    print(f"{len(found['rows'])} rows entered; failed: {', '.join(found['failed']) or 'none'}")
+    return 0
 
 
 def record_all(rows: list[dict], path: pathlib.Path = RESULTS) -> list[Result]:

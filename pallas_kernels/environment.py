@@ -47,6 +47,13 @@ FASTER = {
 }
 """XLA flags that reach time and no bits: set where the user's do not say otherwise."""
 
+_ONE_GRAPH = {
+    # XLA's default commands, and loops and conditionals. Otherwise the host decides each of those, and the device waits for it.
+    "xla_gpu_enable_command_buffer": "FUSION,CUBLAS,CUBLASLT,CUSTOM_CALL,CUDNN,DYNAMIC_SLICE_FUSION,CONDITIONAL,WHILE",
+    # A loop of known length is laid out in the graph. Otherwise each of its trips costs 3 us.
+    "xla_gpu_command_buffer_unroll_loops": True,
+}
+
 _CHANGED = ("xla_allow_excess_precision", "xla_gpu_deterministic_ops", "xla_gpu_autotune_level")
 """Those of PINNED that are not XLA's defaults: they tell which mode XLA was started in."""
 
@@ -86,6 +93,13 @@ def parse_flags(text: str) -> dict[str, str]:
             value = {"1": "true", "0": "false"}.get(value.lower(), value.lower())
         flags[name] = value
     return flags
+
+
+def one_graph() -> dict[str, str | bool]:
+    """Compiler options with which a program is one CUDA graph, its loops and conditionals inside: for programs that are run
+    often and take milliseconds. They reach no bits. A user's XLA flags on the same win."""
+    theirs = user_flags()
+    return {name: value for name, value in _ONE_GRAPH.items() if name not in theirs}
 
 
 def user_flags() -> dict[str, str]:
@@ -296,7 +310,7 @@ def describe() -> dict:
     that are not known to be harmless), jax_config, and cpu or gpu (the machine). Python, flax and the like stay out.
     """
     device = jax.devices()[0]
-    others = {n: v for n, v in user_flags().items() if n not in PINNED | FASTER and not n.startswith(_HARMLESS)}
+    others = {n: v for n, v in user_flags().items() if n not in PINNED | FASTER | _ONE_GRAPH and not n.startswith(_HARMLESS)}
     config = ("jax_enable_x64", "jax_default_matmul_precision", "jax_default_prng_impl", "jax_threefry_partitionable")
     facts = {
         "jax": jax.__version__,

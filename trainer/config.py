@@ -162,8 +162,8 @@ class EngineSection:
         take, after weights, optimizer state, the engine's scratch and, with pages "keep", all that an update needs.
       pages: of the KV cache, while the trainer updates: "keep" them, or "release" their memory to it and take it again for
         the next rollout. Released keys and values would be of old weights; nothing compiles, and no bit differs.
-      chunk_tokens: prompt tokens of one forward, at most.
-      decode_steps: tokens that the device samples between two looks by the host.
+      chunk_tokens: prompt tokens of one forward, at most; None: 4096 on a GPU, 512 on a CPU.
+      decode_steps: most tokens that the device samples between two looks by the host; None: 64 on a GPU, 8 on a CPU.
       max_model_len: longest sequence, prompt and response; None: data.max_prompt_tokens + rollout.max_tokens.
       prefix_cache: share pages of equal prefixes between requests.
       seq_buckets, token_buckets: sizes that steps are padded to, rising; each is compiled. None: by factors of four. Fewer
@@ -176,8 +176,8 @@ class EngineSection:
     kv_memory: Positive | None = None
     memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
     pages: Literal["keep", "release"] = "keep"
-    chunk_tokens: Positive = 512
-    decode_steps: Positive = 8
+    chunk_tokens: Positive | None = None
+    decode_steps: Positive | None = None
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     prefix_cache: bool = True
     seq_buckets: tuple[Positive, ...] | None = None

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import argparse
 import concurrent.futures
-import datetime
 import importlib
-import importlib.metadata
 import json
 import os
 import pathlib
@@ -31,10 +29,7 @@ AREA = "kernels"
 def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
     """Runs the modules side by side, their measurements one at a time, and writes {"facts", "rows", "failed"} as each
     ends; returns how many failed."""
-    versions = {name: importlib.metadata.version(name) for name in ("jax", "jaxlib", "jax-cuda13-plugin", "flax")}
-    facts = {"gpu": report.this_machine(), "versions": versions, "date": datetime.date.today().isoformat()}
-    facts["commit"] = os.environ.get("ISOMODEL_COMMIT") or report.head()
-    found = {"facts": facts, "rows": [], "failed": {}}
+    found = {"facts": report.facts(), "rows": [], "failed": {}}
 
     def one(module: str, environ: dict[str, str]) -> tuple[list[dict], str | None]:
         command = [sys.executable, "-m", "benchmarks.kernels", "--one", module]
@@ -68,14 +63,6 @@ def measure(out: pathlib.Path, modules: list[str], seconds: int) -> int:
     return len(found["failed"])
 
 
-def enter(path: pathlib.Path) -> int:
-    """Appends the rows of a file of `measure` to results.jsonl; a missed target gets its reason from reasons.py."""
-    found = json.loads(path.read_text())
-    report.record_all([{"area": AREA} | found["facts"] | {"reason": REASONS.get(row["id"])} | row for row in found["rows"]])
-    print(f"{len(found['rows'])} rows entered; failed: {', '.join(found['failed']) or 'none'}")
-    return 0
-
-
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("out", nargs="?", type=pathlib.Path)
@@ -88,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
         print(json.dumps(importlib.import_module(f"benchmarks.kernels.{args.one}").rows()))
         return 0
     if args.record:
-        return enter(args.record)
+        return report.enter(args.record, AREA, REASONS)
     if args.out is None:
         parser.error("name the file to write")
     if unknown := set(args.modules) - set(MODULES):

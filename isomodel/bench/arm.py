@@ -21,13 +21,13 @@ class ArmFailed(RuntimeError):
     """A process of a benchmark ended without a result; the message has the end of what it wrote."""
 
 
-def measure(name: str, python: str, timeout: float, **arguments: Any) -> dict[str, Any]:
+def measure(name: str, python: str, timeout: float, **arguments: Any) -> list[dict[str, Any]]:
     """What arm `name`'s `run` returns, in a process of its own.
 
     Args:
       python: interpreter that has the arm's engine installed.
       timeout: seconds.
-      **arguments: of `run`; `work` as a dict.
+      **arguments: of `run`; `works` as dicts.
 
     Raises:
       ArmFailed: it failed, or took longer.
@@ -48,7 +48,7 @@ def measure(name: str, python: str, timeout: float, **arguments: Any) -> dict[st
 def main(name: str, text: str) -> None:
     """Runs arm `name` with the arguments of `measure` (JSON) in this process and prints its result."""
     arguments = json.loads(text)
-    arguments["work"] = Work(**arguments["work"])
+    arguments["works"] = [Work(**work) for work in arguments["works"]]
     if name == "native":
         arguments["options"]["mode"] = "native"
     print(json.dumps(importlib.import_module(ARMS[name]).run(**arguments)), flush=True)

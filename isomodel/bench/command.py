@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
 import statistics
 import sys
@@ -17,6 +18,9 @@ from isomodel import fetch
 from isomodel.bench import arm
 from isomodel.bench.work import SHAPES, Work
 from isomodel.config import ModelConfig
+from isomodel.rollout import SamplingParams
+from isomodel.rollout.jsonl import PromptLine, read_prompts
+from isomodel.tokenizer import Tokenizer
 
 
 def add_commands(subparsers: argparse._SubParsersAction) -> None:
@@ -29,6 +33,7 @@ def add_commands(subparsers: argparse._SubParsersAction) -> None:
     parser.add_argument("--samples", type=int, default=1, help="samples of each prompt (default: 1)")
     parser.add_argument("--prompt-tokens", type=int, default=128, help="length of a prompt (default: 128)")
     parser.add_argument("--max-tokens", type=int, default=512, help="sampled tokens of each sequence (default: 512)")
+    parser.add_argument("--prompts-from", metavar="FILE", help="prompts as `generate` reads them, and end tokens end samples")
     parser.add_argument("--no-logprobs", action="store_true", help="do not ask for log-probabilities")
     parser.add_argument("--repeats", type=int, default=3, help="measured runs; their median counts (default: 3)")
     parser.add_argument("--seconds", type=float, default=600, help="longest time for one engine (default: 600)")
@@ -51,8 +56,7 @@ def run(args: argparse.Namespace) -> int:
         raise ValueError(f"unknown arm {', '.join(unknown)}; choose from {', '.join(arm.ARMS)}")
     if args.repeats < 1:
         raise ValueError(f"--repeats {args.repeats}: give 1 or more")
-    options = _options(args.option, arms)
-    work = Work(args.prompts, args.samples, args.prompt_tokens, args.max_tokens, logprobs=not args.no_logprobs)
+    options = parse_options(args.option, arms)
     with tempfile.TemporaryDirectory() as scratch:
         folder, random_weights = Path(scratch), args.model in SHAPES
         if random_weights:
@@ -60,6 +64,9 @@ def run(args: argparse.Namespace) -> int:
         else:
             folder = fetch.resolve(args.model)
         cfg = ModelConfig.load(folder)
+        work = Work(args.prompts, args.samples, args.prompt_tokens, args.max_tokens, logprobs=not args.no_logprobs)
+        if args.prompts_from:
+            work = of_file(args.prompts_from, folder, Path(scratch) / "prompts.json", work)
         if work.length > cfg.max_positions:
             raise ValueError(f"{work.length} tokens a sequence, and the model has {cfg.max_positions} positions")
         found: dict[str, Any] = {}
@@ -72,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
                     args.seconds,
                     folder=str(folder),
                     random_weights=random_weights,
-                    work=vars(work),
+                    works=[vars(work)],
                     repeats=args.repeats,
                     options=options[name],
-                )
+                )[0]
             except arm.ArmFailed as e:
                 print(e, file=sys.stderr)
                 found[name] = {"failed": str(e)}
@@ -86,7 +93,30 @@ def run(args: argparse.Namespace) -> int:
     return int(any("failed" in result for result in found.values()))
 
 
-def _options(texts: list[str], arms: list[str]) -> dict[str, dict[str, Any]]:
+def of_file(path: str, model_folder: Path, to: Path, work: Work) -> Work:
+    """The same with the prompts of a file (rollout.jsonl), texts through the chat template if there is one; their token ids
+    are written to `to`.
+
+    Raises:
+      ValueError: the file cannot be used.
+    """
+    lines = read_prompts(path, SamplingParams())
+    tokenizer = Tokenizer(model_folder) if any(line.kind != "prompt_ids" for line in lines) else None
+
+    def ids(line: PromptLine) -> list[int]:
+        if line.kind == "prompt_ids":
+            return line.value
+        if line.kind == "prompt" and not tokenizer.has_chat_template:
+            return tokenizer.encode(line.value)
+        messages = [{"role": "user", "content": line.value}] if line.kind == "prompt" else line.value
+        return tokenizer.apply_chat_template(messages)
+
+    prompts = [list(map(int, ids(line))) for line in lines]
+    to.write_text(json.dumps(prompts))
+    return dataclasses.replace(work, file=str(to), prompts=len(prompts), prompt_tokens=max(map(len, prompts)))
+
+
+def parse_options(texts: list[str], arms: list[str]) -> dict[str, dict[str, Any]]:
     """Settings of each arm.
 
     Raises:
@@ -116,11 +146,12 @@ def print_table(model: str, cfg: ModelConfig, work: Work, found: dict[str, Any],
         if "failed" in result:
             table.add_row(name, "not run", *[""] * 4)
             continue
+        rate_of_runs = [n / s for n, s in zip(result["tokens"], result["seconds"], strict=True)]
         seconds = statistics.median(result["seconds"])
         floor = f"{seconds / work.floor_s(cfg, rate):.2f}" if rate else "-"
         table.add_row(
             name,
-            f"{result['tokens'] / seconds:,.0f}",
+            f"{statistics.median(rate_of_runs):,.0f}",
             f"{seconds / work.max_tokens * 1e3:.2f}",
             floor,
             f"{statistics.median(result['ttft_s']) * 1e3:.1f}",

@@ -17,18 +17,20 @@ from isomodel.rollout import Engine, EngineConfig, SamplingParams
 COPY_BYTES = 2**31
 
 
-def run(folder: str, random_weights: bool, work: Work, repeats: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Measures the work on one engine.
+def run(
+    folder: str, random_weights: bool, works: list[Work], repeats: int, options: dict[str, Any]
+) -> list[dict[str, Any]]:
+    """Measures each work on an engine of its own, one after the other.
 
     Args:
       folder: of the model; with random_weights no more than its config.json is read.
-      work: what to run.
+      works: what to run.
       repeats: measured runs, after one that is not.
       options: `mode` of numerics ("iso"), `backend` ("auto"), and EngineConfig's fields where they are to differ.
 
     Returns:
-      {"tokens": sampled in a run, "seconds": [of each run], "ttft_s": [from one request to its first token],
-       "start_s": to load and compile, "peak_gb", "copy_tb_per_s", "stats": EngineStats of the whole}.
+      For each work {"tokens": [sampled in each run], "seconds": [of each run], "ttft_s": [from one request to its first
+       token], "start_s": to load and compile, "peak_gb", "copy_tb_per_s", "stats": EngineStats of the whole}.
 
     Raises:
       ValueError, TypeError: `options` that EngineConfig or Numerics does not take.
@@ -43,14 +45,21 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
         if random_weights
         else weights.load(folder, cfg, numerics.compute_dtype)
     )
+    loaded = time.perf_counter() - start
+    return [_measure(cfg, params, numerics, work, repeats, options) | {"load_s": loaded} for work in works]
+
+
+def _measure(cfg, params, numerics, work: Work, repeats: int, options: dict[str, Any]) -> dict[str, Any]:
     size = options.get("page_size", 16)
     config = dict(
         max_seqs=work.sequences,
         max_model_len=work.length,
         num_pages=work.sequences * -(-work.length // size),
         page_size=size,
+        logprobs=work.logprobs,
         prompt_logprobs=False,
     )
+    start = time.perf_counter()
     engine = Engine(cfg, params, numerics, EngineConfig(**config | options))
     started = time.perf_counter() - start
     sampling = SamplingParams(
@@ -58,17 +67,21 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
         max_tokens=work.max_tokens,
         temperature=work.temperature,
         logprobs=work.logprobs,
-        ignore_eos=True,
+        ignore_eos=work.file is None,
     )
-    seconds, first = [], []
+    tokens, seconds, first = [], [], []
     for repeat in range(repeats + 1):
         prompts = work.token_ids(cfg.vocab_size, repeat)  # new ones: the prefix cache must not serve a whole run
-        seconds.append(_timed(engine, prompts, sampling))
+        engine.reset_prefix_cache()
+        sampled, elapsed = _timed(engine, prompts, sampling)
+        tokens.append(sampled)
+        seconds.append(elapsed)
+        engine.reset_prefix_cache()
         one = work.token_ids(cfg.vocab_size, repeats + 1 + repeat)[:1]
-        first.append(_timed(engine, one, SamplingParams(max_tokens=1, ignore_eos=True)))
+        first.append(_timed(engine, one, SamplingParams(max_tokens=1, ignore_eos=True, logprobs=work.logprobs))[1])
     stats = jax.devices()[0].memory_stats() or {}
     return {
-        "tokens": work.sequences * work.max_tokens,
+        "tokens": tokens[1:],
         "seconds": seconds[1:],
         "ttft_s": first[1:],
         "start_s": started,
@@ -78,14 +91,15 @@ def run(folder: str, random_weights: bool, work: Work, repeats: int, options: di
     }
 
 
-def _timed(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> float:
+def _timed(engine: Engine, prompts: list[list[int]], sampling: SamplingParams) -> tuple[int, float]:
+    """(tokens sampled, seconds)."""
     start = time.perf_counter()
     completions = engine.generate(prompts, sampling)
     seconds = time.perf_counter() - start
     short = [c for c in completions if len(c.token_ids) != sampling.max_tokens]
-    if short:
+    if short and sampling.ignore_eos:
         raise RuntimeError(f"{len(short)} of {len(completions)} completions ended early: {short[0].finish_reason}")
-    return seconds
+    return sum(len(c.token_ids) for c in completions), seconds
 
 
 def _copy_rate() -> float:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
+from pathlib import Path
 
 import numpy as np
 
@@ -32,13 +34,14 @@ SHAPES: dict[str, ModelConfig] = {
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Prompts of one length, several samples of each, all asked for at once.
+    """Prompts, several samples of each, all asked for at once.
 
     Attributes:
       prompts: how many.
       samples: of each prompt.
-      prompt_tokens: length of each prompt; random tokens, no two prompts alike.
+      prompt_tokens: length of each prompt, of the longest of a file; random tokens, no two prompts alike.
       max_tokens: sampled for each; no stop token ends one.
+      file: JSON list of prompts, each a list of token ids, instead of random ones; the model's end tokens end a sample then.
       logprobs: whether each token's log-probability is asked for.
       temperature: of all.
     """
@@ -49,6 +52,7 @@ class Work:
     max_tokens: int = 512
     logprobs: bool = True
     temperature: float = 1.0
+    file: str | None = None
 
     def __post_init__(self):
         """Raises ValueError naming every field that is out of range."""
@@ -73,7 +77,9 @@ class Work:
         return self.prompt_tokens + self.max_tokens
 
     def token_ids(self, vocab_size: int, seed: int = 0) -> list[list[int]]:
-        """The prompts: the same for every engine."""
+        """The prompts: the same for every engine. A file's are the same for every seed, too."""
+        if self.file is not None:
+            return json.loads(Path(self.file).read_text())
         rng = np.random.default_rng(seed)
         return rng.integers(0, min(vocab_size, 150000), (self.prompts, self.prompt_tokens)).tolist()
 

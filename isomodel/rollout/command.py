@@ -12,7 +12,7 @@ from isomodel import fetch, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.engine import Engine, PromptsRefused
-from isomodel.rollout.engine_config import EngineConfig
+from isomodel.rollout.engine_config import EngineConfig, device_sizes
 from isomodel.rollout.jsonl import PromptFileError, PromptLine, new_text_file, read_prompts, shortened, write_lines
 from isomodel.rollout.outputs import Completion
 from isomodel.rollout.pages import KV_BLOCK
@@ -20,7 +20,6 @@ from isomodel.rollout.sampling_params import SamplingParams
 from isomodel.tokenizer import Tokenizer, TokenizerError
 from pallas_kernels import environment
 
-MOST_PREFILL_ROWS = 512
 FEWEST_SEQS = 16
 """Fewer rows than this take as long on every backend."""
 
@@ -217,7 +216,7 @@ def _engine_config(args, cfg: ModelConfig, lines: list[PromptLine], prompts: lis
         max_seqs=min(args.max_seqs, max(FEWEST_SEQS, samples)),
         max_model_len=args.max_model_len or max(2, min(cfg.max_positions, whole_blocks)),
         **kv_size(args),
-        chunk_tokens=max(1, min(MOST_PREFILL_ROWS, rows)),
+        chunk_tokens=max(1, min(device_sizes()["chunk_tokens"], rows)),
         prefix_cache=not args.no_prefix_cache,
         prompt_logprobs=any(line.sampling.prompt_logprobs for line in lines),
     )

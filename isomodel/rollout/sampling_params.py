@@ -30,6 +30,7 @@ class SamplingParams:
       logprobs: return the log-probability of every sampled token.
       prompt_logprobs: return the log-probability of every prompt token but the first, at the same temperature. The
         prefix cache is not read for such a prompt.
+      top_logprobs: return so many of the likeliest tokens at each sampled one, with their log-probabilities; 0 is off.
     """
 
     temperature: float = 1.0
@@ -44,6 +45,7 @@ class SamplingParams:
     n: int = 1
     logprobs: bool = True
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self):
         """Raises ValueError listing every field that is out of range."""
@@ -81,6 +83,9 @@ class SamplingParams:
             all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids),
             "stop_token_ids",
             "must hold token ids, integers >= 0",
+        )
+        require(
+            _is_int(self.top_logprobs) and self.top_logprobs >= 0, "top_logprobs", "must be an integer >= 0 (0 is off)"
         )
         require(_is_int(self.n) and self.n >= 1, "n", "must be an integer >= 1")
         for field in ("ignore_eos", "logprobs", "prompt_logprobs"):

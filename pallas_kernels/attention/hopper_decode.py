@@ -59,7 +59,7 @@ def attention(
     q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, table_SP, layer, shape: Shape, schedule: Few | None = None, work=None
 ):
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
-    T, H, d = q_THd.shape
+    (T, H, d), S = q_THd.shape, kv_len_S.shape[0]
     plan = schedule or FEW[d]
     pairs, slots = plan.pairs, plan.slots
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
@@ -90,7 +90,8 @@ def attention(
 
             def one_item(i, count):
                 tile, first, last, head = item(i)
-                return fetch(shape, memory, k_g, v_g, table_g, tile, head, layer_g[0] * shape.layer_rows, first, last, count, slots)
+                layer_row, end = layer_g[0] * shape.layer_rows, kv_len_g[jnp.minimum(tile.sequence, S - 1)]
+                return fetch(shape, memory, k_g, v_g, table_g, tile, head, layer_row, first, last, count, slots, end)
 
             drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 

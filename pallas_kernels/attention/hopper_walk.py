@@ -53,8 +53,14 @@ class Memory(NamedTuple):
     keys_ahead: bool = False  # the ring has K of a block before V of the one before it, as scores run ahead
 
 
-def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int):
-    """The producer's part of a walk: blocks [first, last) of a tile's sequence into the ring; returns the new count."""
+def fetch(
+    shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, first_row, first, last, count, slots: int, end=None
+):
+    """The producer's part of a walk: blocks [first, last) of a tile's sequence into the ring; returns the new count.
+
+    Pages that begin at position `end` or later stay unread, and their rows of the ring as they are: at short lengths the rest
+    of the last block is much of what is read. Not with keys ahead.
+    """
 
     def places(b):
         """Where the pieces of block b begin."""
@@ -64,24 +70,33 @@ def fetch(shape: Shape, memory: Memory, k_g, v_g, table_g, tile: Tile, head, fir
             return (page * shape.page + lax.rem(b, of_page) * shape.block + first_row,)
         return tuple(table_g[tile.sequence, b * shape.pieces + i] * shape.page + first_row for i in range(shape.pieces))
 
-    def copy(source, rows, count):
+    def copy(source, rows, count, needed=None):
+        """The first `needed` positions of a block, in whole pieces; of all pieces None."""
         slot = lax.rem(count, slots)
+        ready = memory.ready.at[memory.barrier0 + slot]
 
         @pl.when(count >= slots)
         def _wait():
             plgpu.barrier_wait(memory.free.at[memory.barrier0 + slot])
 
         for i, row in enumerate(rows):
-            plgpu.copy_gmem_to_smem(
-                source.at[pl.ds(row, shape.piece), pl.ds(head * shape.d, shape.d)],
-                memory.ring_s.at[slot, pl.ds(i * shape.piece, shape.piece)],
-                memory.ready.at[memory.barrier0 + slot],
-            )
+
+            def piece(i=i, row=row):
+                plgpu.copy_gmem_to_smem(
+                    source.at[pl.ds(row, shape.piece), pl.ds(head * shape.d, shape.d)],
+                    memory.ring_s.at[slot, pl.ds(i * shape.piece, shape.piece)],
+                    ready,
+                )
+
+            if needed is None or i == 0:
+                piece()
+            else:
+                lax.cond(i * shape.piece < needed, piece, lambda: plgpu.barrier_arrive(ready))
         return count + 1
 
     def one_block(b, count):
-        rows = places(b)
-        return copy(v_g, rows, copy(k_g, rows, count))
+        rows, needed = places(b), None if end is None else end - b * shape.block
+        return copy(v_g, rows, copy(k_g, rows, count, needed), needed)
 
     def keys_ahead(b, carry):
         count, before = carry

@@ -24,7 +24,7 @@ def sample(
     top_p_B: jax.Array,
     min_p_B: jax.Array,
     *,
-    regions: tuple[str, str],
+    regions: tuple[str, str | None],
     impl: str,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One token a row, and its log-probabilities.
@@ -37,7 +37,8 @@ def sample(
       top_k_B: int32 [B], how many of the largest entries to keep; 0 keeps all.
       top_p_B: fp32 [B] in (0, 1], smallest set of largest entries with at least this probability; 1 keeps all.
       min_p_B: fp32 [B] in [0, 1], keep entries with at least this share of the largest's probability; 0 keeps all.
-      regions: names in the contract of the choice and of the log-probability.
+      regions: names in the contract of the choice and of the log-probability; without the latter's, log-probabilities of all
+        rows that keep all entries are 0, not computed.
       impl: "reference", "hopper" or "native".
 
     Returns:
@@ -52,7 +53,10 @@ def sample(
     registry.record(regions[0], module.entry(logits_BV.shape[1]))
     tokens_B, truncated_B = module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
     greedy_B = inv_temp_B == 0
-    logprob_B = logprob.from_logits(logits_BV, tokens_B, jnp.where(greedy_B, 1, inv_temp_B), region=regions[1], impl=impl)
+    logprob_B = jnp.zeros_like(truncated_B)
+    if regions[1] is not None:
+        inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
+        logprob_B = logprob.from_logits(logits_BV, tokens_B, inv_temp_B, region=regions[1], impl=impl)
     # By row, not by batch: a row's bits must not tell whether its neighbours truncate.
     truncated_B = jnp.where(truncates(top_k_B, top_p_B, min_p_B), truncated_B, logprob_B)
     return tokens_B, logprob_B, jnp.where(greedy_B, 0, truncated_B)

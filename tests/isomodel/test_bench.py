@@ -28,7 +28,7 @@ def test_our_engine_is_measured_and_a_missing_one_is_not_run(folder, tmp_path, c
     arguments = ["bench", "engine", str(folder), *SMALL, "--arms", "iso,vllm", "--option", "iso.seq_buckets=[4]"]
     assert cli.main([*arguments, "--json", str(out)]) == 1
     found = json.loads(out.read_text())["arms"]
-    assert found["iso"]["tokens"] == 2 * 2 * 3 and len(found["iso"]["seconds"]) == 2 == len(found["iso"]["ttft_s"])
+    assert found["iso"]["tokens"] == [2 * 2 * 3] * 2 and len(found["iso"]["seconds"]) == 2 == len(found["iso"]["ttft_s"])
     assert all(s > 0 for s in (*found["iso"]["seconds"], found["iso"]["copy_tb_per_s"], found["iso"]["start_s"]))
     stats = found["iso"][
         "stats"
@@ -40,9 +40,22 @@ def test_our_engine_is_measured_and_a_missing_one_is_not_run(folder, tmp_path, c
 
 
 def test_an_arm_that_takes_too_long_is_named(folder):
-    arguments = dict(folder=str(folder), random_weights=False, work=vars(Work(prompts=1)), repeats=1, options={})
+    arguments = dict(folder=str(folder), random_weights=False, works=[vars(Work(prompts=1))], repeats=1, options={})
     with pytest.raises(arm.ArmFailed, match="iso took longer than 0 s; raise --seconds"):
         arm.measure("iso", sys.executable, 0.01, **arguments)
+
+
+def test_prompts_of_a_file_end_where_the_model_ends_them(folder, tmp_path, capsys):
+    prompts, out = tmp_path / "prompts.jsonl", tmp_path / "out.json"
+    prompts.write_text('{"prompt_ids": [1, 2, 3]}\n{"prompt_ids": [4]}\n')
+    arguments = ["bench", "engine", str(folder), *SMALL, "--no-logprobs", "--prompts-from", str(prompts)]
+    assert cli.main([*arguments, "--json", str(out)]) == 0
+    whole = json.loads(out.read_text())
+    assert (whole["work"]["prompts"], whole["work"]["prompt_tokens"]) == (2, 3)
+    assert all(0 < n <= 2 * 2 * 3 for n in whole["arms"]["iso"]["tokens"])
+    prompts.write_text('{"prompt_ids": "1"}\n')
+    assert cli.main([*arguments, "--json", str(out)]) == 2
+    assert "line 1" in capsys.readouterr().err
 
 
 def test_every_engine_gets_the_same_prompts_and_no_two_are_alike():

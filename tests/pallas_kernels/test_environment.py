@@ -179,6 +179,21 @@ def test_a_user_may_set_what_reaches_time_alone():
     assert described == environment.PINNED
 
 
+def test_a_step_is_one_graph_unless_the_users_flags_say_otherwise():
+    code = """
+        import isomodel, json, jax
+        from pallas_kernels import environment
+        options = environment.one_graph()
+        jax.jit(lambda x: x + 1).lower(1).compile(compiler_options=options)  # JAX knows them
+        print(json.dumps([options, environment.describe()["xla_flags"]]))
+    """
+    options, described = printed(code)
+    assert options["xla_gpu_enable_command_buffer"].endswith("CONDITIONAL,WHILE") and len(options) == 2
+    fewer, same = printed(code, XLA_FLAGS="--xla_gpu_enable_command_buffer=")
+    assert list(fewer) == ["xla_gpu_command_buffer_unroll_loops"]
+    assert described == same == environment.PINNED
+
+
 def test_native_chosen_after_import_runs_under_xlas_defaults():
     """What `isomodel train CONFIG numerics=native` does: our packages are imported, then the configuration is read."""
     code = """

@@ -48,6 +48,12 @@ def add_commands(subparsers) -> None:
         "--max-prompts", type=int, default=most.prompts, help=f"of one request (default {most.prompts})"
     )
     limits.add_argument("--max-prompt-tokens", type=int, help="of one prompt; default: what max-model-len leaves")
+    limits.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=0,
+        help="alternatives at each token (OpenAI's logprobs and top_logprobs); computed for all requests (default 0)",
+    )
     limits.add_argument("--max-body-bytes", type=int, default=most.body_bytes, help=f"(default {most.body_bytes})")
     add_engine_options(parser, most_tokens="2048, or the model's own limit where that is less")
     parser.set_defaults(run=run)
@@ -81,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
             max_model_len=args.max_model_len,
             **kv_size(args),
             prefix_cache=not args.no_prefix_cache,
+            top_logprobs=args.max_logprobs,
         )
         engine = Engine(cfg, weights.load(folder, cfg, args.dtype), numerics, config, tokenizer=tokenizer)
         derived = contract.derive(cfg, numerics, engine.traces())

@@ -12,6 +12,7 @@ import pytest
 from isomodel.contract import derive, trace_cases
 from isomodel.rollout import EngineConfig, SamplingParams
 from isomodel.rollout.outputs import Completion
+from pallas_kernels import registry
 from tests.isomodel.rollout import tiny
 
 GREEDY = SamplingParams(temperature=0, max_tokens=8)
@@ -65,6 +66,20 @@ def drain(engine):
     while engine.has_work:
         done += engine.step()
     return done
+
+
+def test_an_engine_without_logprobs_samples_the_same_and_refuses_to_be_asked():
+    prompts, ask = tiny.prompts(3), SamplingParams(max_tokens=6, seed=3, top_k=5, logprobs=False)
+    engine = tiny.engine(logprobs=False)
+    with_them = tiny.engine().generate(prompts, ask)
+    without = engine.generate(prompts, ask)
+    assert [c.token_ids.tolist() for c in without] == [c.token_ids.tolist() for c in with_them]
+    with pytest.raises(ValueError, match="logprobs was asked for, and the engine was made with logprobs=False"):
+        engine.generate(prompts, SamplingParams(max_tokens=1))
+    for case, trace in engine.traces().items():
+        with registry.recording() as found:
+            trace()
+        assert found and "logprob" not in found, case
 
 
 def test_every_bad_prompt_is_named(engine):
@@ -251,9 +266,9 @@ def counting_compilations():
 
 def test_nothing_compiles_after_the_start():
     # A pool size that no other test has: its programs are not compiled yet.
-    engine = tiny.engine(num_pages=61, seq_buckets=(2, 8), prompt_logprobs=True)
+    engine, others = tiny.engine(num_pages=61, seq_buckets=(2, 8), prompt_logprobs=True), tiny.params(1)
     with counting_compilations() as compiled:
-        assert engine.warmup() == len(compiled) == 6
+        assert engine.warmup() == len(compiled) == 5
         del compiled[:]
         prompts = tiny.prompts(9)
         sampling = tiny.seeded(9, n=3)
@@ -263,7 +278,7 @@ def test_nothing_compiles_after_the_start():
             engine.add_request(p, s)
         engine.step()
         engine.abort("0")
-        engine.update_weights(tiny.params(1), 1, on_update="continue")
+        engine.update_weights(others, 1, on_update="continue")
         drain(engine)
         stats = engine.stats()
         assert stats.prefix_hits and stats.copied_pages and stats.dropped

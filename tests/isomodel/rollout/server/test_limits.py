@@ -191,7 +191,7 @@ def test_update_weights(folder, tmp_path):
 
     try:
         old = server.ask("/v1/rollout", ask)[1]["samples"][0]
-        assert "on_update must be" in str(update(400, folder=str(other), version=1, on_update="restart"))
+        assert "on_update must be" in str(update(400, folder=str(other), version=1, on_update="later"))
         assert "nothing has changed" in str(update(400, folder=str(tmp_path / "none"), version=1))
         assert "above the present version 0" in str(update(400, folder=str(other), version=0))
         assert "verson is unknown" in str(update(400, folder=str(other), verson=1))

@@ -1,0 +1,174 @@
+"""Rollouts on this engine and on stock vLLM, one process after the other on one GPU: the rows of area `engine`.
+
+    python -m benchmarks.engine OUT.json [MODEL ...]    measures (a machine with a GPU and vLLM)
+    python -m benchmarks.engine --record OUT.json       enters the file in results.jsonl
+
+`isomodel bench engine MODEL` prints one of these comparisons for any model.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import pathlib
+import statistics
+import sys
+import tempfile
+from typing import Any
+
+from benchmarks import report
+from isomodel import fetch
+from isomodel.bench import arm, command
+from isomodel.bench.work import SHAPES, Work
+from isomodel.config import ModelConfig
+
+AREA = "engine"
+VLLM = "stock vLLM 0.24, CUDA graphs, prefix caching, its own defaults"
+LONG = Work()
+WITHOUT = dataclasses.replace(LONG, logprobs=False)
+GROUPS = Work(prompts=16, samples=16, prompt_tokens=2048)
+WORKS = {
+    "qwen3-0.6b": {"rollouts": (LONG, 2.0)},
+    "qwen3-8b": {"rollouts": (LONG, 1.25), "groups": (GROUPS, 1.25)},
+    "smollm2": {"rollouts": (dataclasses.replace(LONG, prompt_tokens=1), 3.0)},  # its prompts are ARITHMETIC's
+}
+"""Model -> work -> (what is run, least ratio of tokens a second to vLLM's)."""
+ARITHMETIC = dict(name="chain_sum", min_terms=2, max_terms=6, min_digits=1, max_digits=3)
+"""reasoning-gym's task whose prompts SmolLM2 answers."""
+REASONS: dict[str, str] = {}
+"""Why a target is missed, by the row's id."""
+
+
+def arithmetic(folder: pathlib.Path, to: pathlib.Path, count: int = LONG.prompts) -> Work:
+    """SmolLM2's work: `count` prompts of ARITHMETIC through the chat template; end tokens end a sample."""
+    import reasoning_gym
+
+    task = reasoning_gym.create_dataset(**ARITHMETIC, size=count, seed=0)
+    lines = to / "prompts.jsonl"
+    lines.write_text("".join(json.dumps({"prompt": task[i]["question"]}) + "\n" for i in range(count)))
+    return command.of_file(str(lines), folder, to / "ids.json", LONG)
+
+
+def rates(result: dict[str, Any]) -> float:
+    """Median tokens a second of the runs."""
+    return statistics.median(n / s for n, s in zip(result["tokens"], result["seconds"], strict=True))
+
+
+def measure(model: str, python: str, seconds: float, repeats: int, options: dict[str, Any]) -> list[dict]:
+    """The rows of a model (benchmarks.report.record's fields).
+
+    Args:
+      python: interpreter that has vLLM.
+      seconds: longest time for one engine's process.
+      options: EngineConfig's fields, where they are to differ.
+
+    Raises:
+      ArmFailed: a process failed.
+    """
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, shape = pathlib.Path(scratch), SHAPES.get(model)
+        if shape:
+            (folder / "config.json").write_text(json.dumps(shape.to_hf()))
+        else:
+            folder = pathlib.Path(fetch.resolve(model))
+        cfg = ModelConfig.load(folder)
+        works = {name: work if shape else arithmetic(folder, pathlib.Path(scratch)) for name, (work, _) in WORKS[model].items()}
+        common = dict(folder=str(folder), random_weights=shape is not None, repeats=repeats)
+        ask = [vars(work) for work in works.values()]
+        without = [vars(WITHOUT)] if shape else []
+        ours = arm.measure("iso", sys.executable, seconds, works=ask + without, options=options, **common)
+        theirs = arm.measure("vllm", python, seconds, works=ask, options={}, **common)
+    rows = []
+    for (name, work), a, b in zip(works.items(), ours, theirs, strict=False):
+        rows += _rows(model, name, work, cfg, a, b)
+    if without:
+        cost = [statistics.median(result["seconds"]) for result in (ours[0], ours[-1])]
+        rows.append(
+            {
+                "id": f"engine-{model}-logprobs",
+                "work": f"{model}'s shape, {_sizes(LONG)}: with log-probabilities, and without",
+                "metric": "s",
+                "ours": cost[0],
+                "baseline": cost[1],
+                "baseline_name": "the same engine made without them",
+                "target": "< 1.03",
+            }
+        )
+    return [{"command": f"python -m benchmarks.engine OUT.json {model}"} | row for row in rows]
+
+
+def _sizes(work: Work) -> str:
+    of = f"{work.prompts} prompts of {work.prompt_tokens} tokens" if work.file is None else f"{work.prompts} arithmetic prompts"
+    return f"{of}, {work.samples} x {work.max_tokens} sampled of each" if work.file is None else f"{of}, up to {work.max_tokens}"
+
+
+def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, theirs: dict) -> list[dict]:
+    _, target = WORKS[model][name]
+    what = f"{model}{'' if work.file else ' shape'}, {_sizes(work)}"
+    rows = [
+        {
+            "id": f"engine-{model}-{name}",
+            "work": f"rollouts with log-probabilities, {what}",
+            "metric": "tokens/s",
+            "ours": rates(ours),
+            "baseline": rates(theirs),
+            "baseline_name": VLLM,
+            "target": f">= {target}",
+        }
+    ]
+    if work.file is None:
+        rows.append(
+            {
+                "id": f"engine-{model}-{name}-floor",
+                "work": f"the same, a decode step on average, prompts included; what it reads over a copy's bandwidth: {what}",
+                "metric": "ms",
+                "ours": statistics.median(ours["seconds"]) / work.max_tokens * 1e3,
+                "baseline": work.floor_s(cfg, ours["copy_tb_per_s"] * 1e12) / work.max_tokens * 1e3,
+                "baseline_name": "weights, keys and values of a step in the middle",
+            }
+        )
+        rows.append(
+            {
+                "id": f"engine-{model}-{name}-first-token",
+                "work": f"time to first token of one request, {model} shape, prompt of {work.prompt_tokens} tokens",
+                "metric": "ms",
+                "ours": statistics.median(ours["ttft_s"]) * 1e3,
+                "baseline": statistics.median(theirs["ttft_s"]) * 1e3,
+                "baseline_name": VLLM,
+                "target": "<= 1" if work is GROUPS else None,
+            }
+        )
+    return rows
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("out", nargs="?", type=pathlib.Path)
+    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(WORKS))
+    parser.add_argument("--record", type=pathlib.Path, metavar="OUT.json")
+    parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default: this one)")
+    parser.add_argument("--seconds", type=float, default=500, help="longest time for one process (default: 500)")
+    parser.add_argument("--repeats", type=int, default=3, help="measured runs; their median counts (default: 3)")
+    parser.add_argument("--option", action="append", default=[], metavar="iso.NAME=VALUE", help="as of `isomodel bench`")
+    args = parser.parse_args(argv)
+    if args.record:
+        return report.enter(args.record, AREA, REASONS)
+    if args.out is None:
+        parser.error("name the file to write")
+    if unknown := set(args.models) - set(WORKS):
+        parser.error(f"unknown model {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")
+    options = command.parse_options(args.option, ["iso"])["iso"]
+    found = {"facts": report.facts(), "rows": [], "failed": {}}
+    for model in args.models or WORKS:
+        try:
+            found["rows"] += measure(model, args.python, args.seconds, args.repeats, options)
+        except arm.ArmFailed as e:
+            found["failed"][model] = str(e)
+        args.out.write_text(json.dumps(found, indent=1) + "\n")
+        print(model, found["failed"].get(model, "measured"), flush=True)
+    return int(bool(found["failed"]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
