@@ -43,8 +43,10 @@ PARTS = ("kill", "iso", "native")
 COMMAND = "python -m benchmarks.real_run OUT"
 GUIDE = ROOT / "docs" / "training.md"
 BEGIN, END = "<!-- real run -->", "<!-- end of real run -->"
-GRACE_S = 60.0
+GRACE_S = 40.0
 """From SIGTERM on, what a run may take to save its last finished step."""
+WRITING_S = 20.0
+"""What OUT takes to be written at the end."""
 KEPT = ("config.yaml", "contract.json", METRICS, "evaluations.jsonl", "samples")
 """What of a run folder goes into OUT."""
 DIFFERENCES = (
@@ -290,7 +292,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("words", nargs="*", metavar="PART|key=value", help=f"of {', '.join(PARTS)}; all by default; settings")
     parser.add_argument("--config", default=str(CONFIG))
     parser.add_argument("--work", type=pathlib.Path, default=pathlib.Path("/tmp/real_run"), help="folder of the runs")
-    parser.add_argument("--seconds", type=float, default=570, help="longest time of this call (default: 570)")
+    parser.add_argument("--seconds", type=float, default=560, help="longest time of this call (default: 560)")
     parser.add_argument("--native-steps", type=int, default=60)
     parser.add_argument("--kill-steps", type=int, default=12)
     parser.add_argument("--record", type=pathlib.Path, metavar="OUT", help="enter what a run left there, and do nothing else")
@@ -305,8 +307,7 @@ def main(argv: list[str] | None = None) -> int:
     parts = [w for w in args.words if "=" not in w]
     if unknown := set(parts) - set(PARTS):
         parser.error(f"unknown part {', '.join(sorted(unknown))}; choose of {', '.join(PARTS)}")
-    # The end leaves time to save a step, to draw, and to compare.
-    deadline = time.monotonic() + args.seconds - GRACE_S / 2 - 15
+    deadline = time.monotonic() + args.seconds - GRACE_S - WRITING_S
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # children are ended on the way out
     real = RealRun(args.config, overrides, args.work.resolve(), deadline, args.native_steps, args.kill_steps)
     try:

@@ -46,10 +46,10 @@ def _unequal(a: Row, b: Row) -> list[str]:
     return [k for k in sorted(a.keys() | b.keys()) if not k.startswith(TIMING) and not same(a.get(k), b.get(k))]
 
 
-def summary(run: pathlib.Path) -> dict[str, float]:
-    """Figures of a run; accuracies are NaN where it has not been evaluated."""
-    steps = read_metrics(run)
-    held_out = evaluations(run)
+def summary(run: pathlib.Path, most: int | None = None) -> dict[str, float]:
+    """Figures of a run, or of its first `most` steps; accuracies are NaN where it has not been evaluated."""
+    steps = read_metrics(run)[:most]
+    held_out = {step: x for step, x in evaluations(run).items() if step <= len(steps)}
     mean = lambda part, key: statistics.fmean(row[key] for row in part)  # noqa: E731
     tokens = sum(row["parity/tokens"] for row in steps)
     return {
@@ -77,6 +77,15 @@ def _nan_is_worst(x: float) -> float:
     return math.inf if math.isnan(x) else x
 
 
+def columns(runs: Mapping[str, pathlib.Path]) -> dict[str, dict[str, float]]:
+    """The summary of each run and, beside a shorter one, of as much of the iso run."""
+    sums = {name: summary(folder) for name, folder in runs.items()}
+    if "iso" in sums and "native" in sums and sums["native"]["steps"] < sums["iso"]["steps"]:
+        steps = sums["native"]["steps"]
+        sums = {"iso": sums["iso"], f"iso, first {steps} steps": summary(runs["iso"], steps), "native": sums["native"]}
+    return sums
+
+
 def evaluations(run: pathlib.Path) -> dict[int, float]:
     """{step: held-out accuracy}."""
     path = run / "evaluations.jsonl"
@@ -91,7 +100,7 @@ def markdown(config: TrainConfig, runs: Mapping[str, pathlib.Path], found: Mappi
       found: what kills and resumes gave, by "iso" and "kill".
       facts: machine, versions, commit, date.
     """
-    sums = {name: summary(folder) for name, folder in runs.items()}
+    sums = columns(runs)
     versions = ", ".join(f"{n} {v}" for n, v in facts["versions"].items())
     r = config.rollout
     shown = {
@@ -178,12 +187,12 @@ def rows(config: TrainConfig, runs: Mapping[str, pathlib.Path], found: Mapping[s
         made.append(dict(id="real-run-native-ratio", metric="ratio", ours=native["ratio"],
             work="its largest importance ratio of a token (iso: exactly 1)"))  # fmt: skip
     if iso:
-        known = sums["native"] if native else {}
+        same = summary(runs["iso"], native["steps"]) if native else iso
         for name, key in PHASES.items():
-            row = dict(id=f"real-run-{name.split(' (')[0].replace(' ', '-')}", metric="ms", ours=round(iso[key] * 1e3, 2),
-                work=f"{work}: {name}, median of {iso['steps']} steps")  # fmt: skip
-            if known.get(key):
-                row |= dict(baseline=round(known[key] * 1e3, 2), baseline_name=f"native, {native['steps']} steps")
+            row = dict(id=f"real-run-{name.split(' (')[0].replace(' ', '-')}", metric="ms", ours=round(same[key] * 1e3, 2),
+                work=f"{work}: {name}, median of the first {same['steps']} steps")  # fmt: skip
+            if native and native[key]:
+                row |= dict(baseline=round(native[key] * 1e3, 2), baseline_name="native")
             made.append(row)
     for name, what in (("iso", "the run, killed after step {killed_after}, against its first life from step {checkpoint} on"),
                        ("kill", "{steps} steps killed after step {killed_after} and resumed, against {steps} unkilled")):  # fmt: skip

@@ -194,7 +194,8 @@ def forward(
       batch: T token rows and their metadata.
       kv: a KVCache (inference; donate it) or TrainPages (training and scoring: pages live for one layer).
       masters: fp32 weights of the same names; they get the gradients, in fp32, and `params` gets none.
-      remat: recompute each layer in the backward pass instead of keeping its activations. Forward bits are the same.
+      remat: recompute each layer in the backward pass instead of keeping its activations; "save_attention" keeps those
+        of attention (output and log-sum-exp), so that it is not run again. Forward bits are the same.
       rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
 
     Returns:
@@ -249,7 +250,10 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         else:
             stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
             steps = jnp.arange(cfg.num_layers), stacked_masters
-            carry, of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, steps)
+            if remat:
+                kept = (attention_op.SAVED,) if remat == "save_attention" else ()
+                layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
+            carry, of_layers = lax.scan(layer, carry, steps)
             seen.update(of_layers)
         x_TD, residual_TD, pages = carry
         hidden_TD, _ = rms_norm.add_rms_norm(

@@ -265,7 +265,8 @@ class TrainSection:
       epochs: passes over a step's responses.
       microbatch_tokens: token rows of one forward and backward; responses are packed into it. Does not reach the
         forward's bits.
-      remat: recompute each layer in the backward instead of keeping its activations.
+      remat: recompute each layer in the backward instead of keeping its activations. "save_attention" keeps attention's output
+        and log-sum-exp, and recomputes the rest: for long sequences (iso numerics; native has nothing to keep apart).
       page_size: tokens in a page of the training forward's keys and values; a divisor of 128.
     """
 
@@ -273,7 +274,7 @@ class TrainSection:
     minibatches: Positive = 1
     epochs: Positive = 1
     microbatch_tokens: Positive = 4096
-    remat: bool = True
+    remat: bool | Literal["save_attention"] = True
     page_size: PageSize = 16
 
 

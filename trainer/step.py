@@ -61,8 +61,9 @@ class TrainStep:
         objective: ObjectiveSection,
         optimizer: OptimizerSection,
         *,
-        remat: bool = False,
+        remat: bool | str = False,
     ):
+        """`remat`: as in model.forward."""
         self.cfg, self.numerics, self.objective, self.remat = cfg, numerics, objective, remat
         self._optimizer = _Optimizer(cfg, numerics.dtype, optimizer)
         self._schedule = schedule(optimizer)
@@ -205,7 +206,7 @@ class _Score:
     bucket: Bucket
 
     def logprobs(
-        self, params: Params, micro: MicroBatch, rope: jax.Array, masters: Params | None = None, remat: bool = False
+        self, params: Params, micro: MicroBatch, rope: jax.Array, masters: Params | None = None, remat: bool | str = False
     ) -> jax.Array:
         pages = self.bucket.train_pages
         hidden_TD, _ = model.forward(
@@ -228,7 +229,7 @@ class _Score:
 class _Train(_Score):
     """Forward, loss and backward of a microbatch, added to the gradients so far."""
 
-    remat: bool
+    remat: bool | str
     ratio: str
     clip_low: float
     clip_high: float

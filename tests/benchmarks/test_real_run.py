@@ -102,19 +102,21 @@ NATIVE = dict(parity__max_abs=0.25, parity__mean_abs=0.01, parity__mismatched_to
 
 def test_the_table_and_the_rows_say_what_the_runs_did(tmp_path):
     runs = {
-        "iso": write(tmp_path / "iso", [row(1), row(2), row(3)]),
-        "native": write(tmp_path / "native", [row(1), row(2, **NATIVE)]),
+        "iso": write(tmp_path / "iso", [row(1), row(2), row(3, time__step_s=9.0)]),
+        "native": write(tmp_path / "native", [row(1, time__step_s=1.0), row(2, time__step_s=1.0, **NATIVE)]),
     }
     found = {"iso": {"killed_after": 2, "checkpoint": 1, "differences": []}}
     facts = {"gpu": "1 x NVIDIA H200", "versions": {"jax": "0.11.2"}, "commit": "abc1234", "date": "2026-11-30"}
     text = markdown(CONFIG, runs, found, facts)
-    assert "| largest difference, nats | 0 | 0.25 |" in text and "| mean difference, nats | 0 | 0.005 |" in text
-    assert "| held-out accuracy, before and after | 0.200 -> 0.600 | 0.200 -> 0.600 |" in text
-    assert "| whole step, median ms | 2000.0 | 2000.0 |" in text
+    assert "| | iso | iso, first 2 steps | native |" in text
+    assert "| largest difference, nats | 0 | 0 | 0.25 |" in text and "| mean difference, nats | 0 | 0 | 0.005 |" in text
+    assert "| held-out accuracy, before and after | 0.200 -> 0.600 | 0.200 -> 0.200 | 0.200 -> 0.600 |" in text
+    assert "| whole step, median ms | 2000.0 | 2000.0 | 1000.0 |" in text
     assert "Steps 2 to 2 were made twice: 0 differences" in text
     made = {r["id"]: r for r in rows(CONFIG, runs, found)}
     assert (made["real-run-parity"]["ours"], made["real-run-native-parity"]["ours"]) == (0, 0.25)
     assert made["real-run-native-ratio"]["ours"] == 1.3
+    assert (made["real-run-whole-step"]["ours"], made["real-run-whole-step"]["baseline"]) == (2000, 1000)
     out = tmp_path / "results.jsonl"
     results = report.record_all([{"area": "engine", "command": "x"} | facts | r for r in made.values()], out)
     assert all(r.met for r in results) and len(results) == 10

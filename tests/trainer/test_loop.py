@@ -454,6 +454,21 @@ def test_a_share_of_the_device_leaves_room_for_an_update_that_runs_beside_the_pa
     assert release - keep > gradients
 
 
+@pytest.mark.parametrize(
+    ("limit", "pages", "message"),
+    [
+        (10**6, "keep", "the trainer's state .* needs 1,066,"),
+        (15 * 10**5, "keep", "an update .*set rollout.engine.pages=release or train.remat=true"),
+        (15 * 10**5, "release", "an update .*lower train.microbatch_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_token(tmp_path, monkeypatch, limit, pages, message):
+    monkeypatch.setattr(device_memory, "device_memory", lambda: device_memory.DeviceMemory("fake:0", limit, 0))
+    with pytest.raises(device_memory.OutOfDeviceMemory, match=message):
+        train(tiny.run_config(tmp_path, rollout__engine__pages=pages))
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
+
+
 def test_control_native_numerics_differ_and_are_recorded(tmp_path):
     """The same run on XLA's own dots: bits differ in some token of some step, the metric says so, and the run goes on.
 
