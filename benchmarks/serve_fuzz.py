@@ -28,7 +28,7 @@ import rich.console
 import rich.table
 
 from benchmarks import report
-from benchmarks.live_server import Faulty, LiveServer
+from benchmarks.live_server import SECONDS, Faulty, LiveServer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/rollout")
 KNOWN = {"prompt_ids": [1, 2, 3], "max_tokens": 6, "seed": 1, "temperature": 0.7}
@@ -293,7 +293,7 @@ def _described(server: LiveServer, op, mode, most: int, seed: int, found: Found)
     )
     @hypothesis.given(op.as_strategy(generation_mode=mode))
     def send(case):
-        response = case.call(base_url=server.url, timeout=60)
+        response = case.call(base_url=server.url, timeout=SECONDS)
         found.add(f"described, {mode.value}", response.status_code)
         try:
             case.validate_response(response, checks=wanted)
