@@ -58,8 +58,15 @@ class LiveServer:
             return answer.status, json.loads(answer.read())
 
     def model(self) -> dict[str, Any]:
-        """The served model's entry of /v1/models; `max_model_len` is one of its fields."""
-        return self.ask("/v1/models")[1]["data"][0]
+        """The served model's entry of /v1/models; `max_model_len` is one of its fields.
+
+        Raises:
+          Faulty: nobody answers there, or not as this server does.
+        """
+        try:
+            return self.ask("/v1/models")[1]["data"][0]
+        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as e:
+            raise Faulty(f"no `isomodel serve` answers at {self.url} ({type(e).__name__}: {e}); is it up yet?") from e
 
     def metrics(self) -> dict[str, float]:
         """The engine's totals and gauges by their short names, such as `pages_in_use`."""

@@ -28,7 +28,7 @@ import rich.console
 import rich.table
 
 from benchmarks import report
-from benchmarks.live_server import Faulty, LiveServer
+from benchmarks.live_server import SECONDS, Faulty, LiveServer
 
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/rollout")
 KNOWN = {"prompt_ids": [1, 2, 3], "max_tokens": 6, "seed": 1, "temperature": 0.7}
@@ -293,7 +293,7 @@ def _described(server: LiveServer, op, mode, most: int, seed: int, found: Found)
     )
     @hypothesis.given(op.as_strategy(generation_mode=mode))
     def send(case):
-        response = case.call(base_url=server.url, timeout=60)
+        response = case.call(base_url=server.url, timeout=SECONDS)
         found.add(f"described, {mode.value}", response.status_code)
         try:
             case.validate_response(response, checks=wanted)
@@ -364,14 +364,19 @@ def print_found(found: Found, console: rich.console.Console) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 when something was found."""
+    """Returns 1 when something was found, 2 when there is no server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=100_000, help="in all (default: %(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="append the outcome to benchmarks/results.jsonl")
     args = parser.parse_args(argv)
-    server = LiveServer(args.url)
+    try:
+        server = LiveServer(args.url)
+        server.model()
+    except (ValueError, Faulty) as e:
+        print(e, file=sys.stderr)
+        return 2
     found = fuzz(server, args.requests, seed=args.seed)
     print_found(found, rich.console.Console())
     if args.record and found.passed:

@@ -332,7 +332,7 @@ def record(found: Load, model: str, clients: int, command: str, gpu: str, path: 
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Returns 1 when something differs, failed or leaked."""
+    """Returns 1 when something differs, failed or leaked, 2 when there is no server."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--clients", type=int, default=64, help="at one time (default: %(default)s)")
@@ -346,8 +346,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--record", action="store_true", help="append them to benchmarks/results.jsonl")
     parser.add_argument("--gpu", help="what the server runs on, for --record (default: this machine)")
     args = parser.parse_args(argv)
-    server = LiveServer(args.url)
-    model = server.model()
+    try:
+        server = LiveServer(args.url)
+        model = server.model()
+    except (ValueError, Faulty) as e:
+        print(e, file=sys.stderr)
+        return 2
     room = model["max_model_len"]
     asked = asks(
         server,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -16,6 +15,7 @@ from isomodel.rollout import memory
 from isomodel.rollout.engine_config import ON_UPDATE, EngineConfig
 from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.pages import PagePool
+from isomodel.rollout.progress import Bar
 from isomodel.rollout.runner import Runner
 from isomodel.rollout.sampling_params import SamplingParams, assigned_seed
 from isomodel.rollout.scheduler import Scheduler
@@ -335,7 +335,7 @@ class Engine:
         others: list[Completion] = []
         total = sum(p.n for p in params)
         try:
-            with _Bar(total, progress) as bar:
+            with Bar(total, progress) as bar:
                 while len(mine) < total:
                     done = self.step()
                     mine += [c for c in done if c.request_id in order]
@@ -490,41 +490,3 @@ def _alternatives(sample: Sample, start: int) -> dict[str, np.ndarray]:
         return {}
     rows = {"top_ids": (sample.top_ids, np.int32), "top_logprobs": (sample.top_logprobs, np.float32)}
     return {name: np.array(found[start:], dtype).reshape(-1, k) for name, (found, dtype) in rows.items()}
-
-
-class _Bar:
-    """A progress bar of completions on stderr, when asked for and a terminal is there."""
-
-    def __init__(self, total: int, wanted: bool):
-        self._progress = None
-        if wanted and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._progress = Progress(
-                TextColumn("generating"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[rate]}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._progress.add_task("generating", total=total, rate="")
-        self._start, self._tokens = time.perf_counter(), None
-
-    def __enter__(self):
-        if self._progress:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exc):
-        if self._progress:
-            self._progress.stop()
-
-    def show(self, done: int, tokens: int) -> None:
-        if self._progress is None:
-            return
-        self._tokens = tokens if self._tokens is None else self._tokens
-        rate = (tokens - self._tokens) / max(time.perf_counter() - self._start, 1e-9)
-        self._progress.update(self._task, completed=done, rate=f"{rate:.0f} tokens/s")

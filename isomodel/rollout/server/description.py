@@ -127,7 +127,7 @@ def _nodes(schema: Any, kind: str) -> Iterator[Json]:
 
 def answers(*media: str, codes: Sequence[int | str] = ()) -> dict[int | str, Json]:
     """`responses` of a route: answers of these media types, and errors at these codes."""
-    content = {kind: {"schema": {"type": "object" if kind == "application/json" else "string"}} for kind in media}
+    content = {kind: {"schema": {"type": "object"}} if kind == "application/json" else {} for kind in media}
     found: dict[int | str, Json] = {200: {"description": "the answer", "content": content}}
     error = {"application/json": {"schema": ERROR}}
     return found | {code: {"description": ApiError.__doc__.splitlines()[0], "content": error} for code in codes}

@@ -181,8 +181,8 @@ def main() -> None:
     """`python -m tests.isomodel.rollout.server.served PORT` serves the tiny model until Ctrl-C, with few pages, for
     benchmarks.serve_load and benchmarks.serve_fuzz."""
     with tempfile.TemporaryDirectory() as folder:
-        limits = dataclasses.replace(LIMITS, requests=256)
-        sizes = {"num_pages": 12, "max_model_len": 128, "prompt_logprobs": True}
+        limits = dataclasses.replace(LIMITS, requests=256, n=4, prompts=2)
+        sizes = {"num_pages": 8, "max_model_len": 64, "prompt_logprobs": True, "top_logprobs": 2, "return_logits": False}
         server = Served(write_model(Path(folder)), limits, TOKEN, int(sys.argv[1]), **sizes)
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()

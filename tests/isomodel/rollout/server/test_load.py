@@ -9,12 +9,13 @@ import contextlib
 import copy
 import dataclasses
 import re
+import socket
 
 import numpy as np
 import pytest
 import rich.console
 
-from benchmarks import report, serve_load
+from benchmarks import report, serve_fuzz, serve_load
 from benchmarks.live_server import Faulty, LiveServer
 from benchmarks.serve_load import Answer, Choice
 from tests.isomodel.rollout.server import served
@@ -125,6 +126,14 @@ def test_of_a_client_that_went_away_what_it_had_is_compared():
     part.choices[0].logprobs = [-0.75]
     assert serve_load.compare(part, WHOLE) == (3, 1)
     assert serve_load.compare(Answer(gone=True), WHOLE) == (0, 0)
+
+
+@pytest.mark.parametrize("script", [serve_load, serve_fuzz])
+def test_no_server(script, capsys):
+    with socket.create_server(("127.0.0.1", 0)) as s:
+        url = f"http://127.0.0.1:{s.getsockname()[1]}"
+    assert script.main(["--url", url]) == 2 and "is it up yet?" in capsys.readouterr().err
+    assert script.main(["--url", "nowhere"]) == 2 and "is not like" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "https://a", "http://a/v1"])
