@@ -313,7 +313,7 @@ def test_the_contract_of_an_engine_is_that_of_the_model():
     [
         (dict(page_size=24), "page_size=24 does not divide 128"),
         (dict(max_seqs=0, chunk_tokens=0), "max_seqs=0 .*; chunk_tokens=0 "),
-        (dict(num_pages=3, kv_memory=9), "both given"),
+        (dict(num_pages=3, kv_memory=9), "num_pages=3 and kv_memory=9 are given; give one"),
         (dict(on_update="later"), "on_update='later'; choose one of finish, restart, continue"),
         (dict(seq_buckets=(4, 2)), "seq_buckets=.* rising order"),
         (dict(max_model_len=1), "no room"),
