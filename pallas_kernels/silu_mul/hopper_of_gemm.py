@@ -16,11 +16,12 @@ TILES = range(2 * mosaic.SMS + 1, 3 * mosaic.SMS + 1)
 WIDE: dict[int, Schedule] = {
     8: Schedule(rows=192, tokens=8, k_tile=128, stages=4),
     16: Schedule(rows=192, tokens=16, k_tile=128, stages=4),
-    64: Schedule(rows=192, stages=6),
-    128: Schedule(tokens=128, stages=8, programs=132),
+    32: Schedule(rows=192, tokens=32, k_tile=128, stages=4),
+    64: Schedule(rows=192, k_tile=128, stages=3),
+    128: Schedule(rows=192, tokens=128, stages=5),
 }
-"""By the table's tokens, where gates and ups are so many tiles of 64 rows (`TILES`) and the GEMM's own schedule is slower: measured
-with the weights of Qwen3-8B and 4B. 192 rows are one wave."""
+"""By the most tokens, for gates and ups of so many tiles of 64 rows (`TILES`): 192 rows make one wave of them. With the weights
+of Qwen3-8B and 4B that takes 1 to 12 % less time than the GEMM's own schedules."""
 
 
 def multiplies(x_TK: jax.Array, w_2FK: Weight | jax.Array) -> bool:
@@ -42,7 +43,7 @@ def of_gemm(x_TK: jax.Array, w: Weight) -> jax.Array:
 def few_schedule(T: int, F: int, K: int) -> Schedule:
     """Of the kernel for few tokens: the GEMM's own, but for `WIDE`."""
     own = hopper_small.schedule_for(T, 2 * F, K, 1)
-    wide = WIDE.get(own.tokens, own)
+    wide = next((s for tokens, s in WIDE.items() if T <= tokens), own)
     return wide if -(-2 * F // hopper_small.WGMMA_ROWS) in TILES and K % wide.k_tile == 0 else own
 
 

@@ -122,9 +122,9 @@ def test_one_kernel_has_the_entries_of_two(T, F):
 
 def test_wide_weights_have_schedules_of_their_own():
     """Where the table says so, and where K falls into their steps."""
-    for T, wide in ((1, 8), (16, 16), (40, 64), (128, 128)):
+    for T, wide in ((1, 8), (16, 16), (17, 32), (40, 64), (128, 128)):
         assert hopper_of_gemm.few_schedule(T, 12288, 4096) is hopper_of_gemm.WIDE[wide]
-    for T, F, K in ((32, 12288, 4096), (8, 6144, 2048), (8, 17408, 5120), (8, 12288, 576)):
+    for T, F, K in ((200, 12288, 4096), (8, 6144, 2048), (8, 17408, 5120), (8, 12288, 576)):
         assert hopper_of_gemm.few_schedule(T, F, K) == hopper_small.schedule_for(T, 2 * F, K, 1)
 
 
