@@ -36,7 +36,7 @@ KNOWN = {"prompt_ids": [1, 2, 3], "max_tokens": 6, "seed": 1, "temperature": 0.7
 WATCH = 500
 """Requests between two looks at it."""
 THREADS = 8
-DESCRIBED = 0.1
+DESCRIBED = 0.05
 """Share of requests from the description: making them is slow."""
 WORDS = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "stop_token_ids", "n", "max_tokens", "stream", "logprobs",
          "echo", "model", "prompt", "messages", "prompt_ids", "stream_options", "tools", "top_logprobs",
