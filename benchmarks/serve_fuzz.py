@@ -368,6 +368,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--url", default="http://127.0.0.1:8000", help="of the server (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=100_000, help="in all (default: %(default)s)")
+    parser.add_argument(
+        "--described", type=float, default=DESCRIBED, help="share of them from the description (default: %(default)s)"
+    )
     parser.add_argument("--seed", type=int, default=0, help="(default: %(default)s)")
     parser.add_argument("--record", action="store_true", help="append the outcome to benchmarks/results.jsonl")
     args = parser.parse_args(argv)
@@ -377,7 +380,7 @@ def main(argv: list[str] | None = None) -> int:
     except (ValueError, Faulty) as e:
         print(e, file=sys.stderr)
         return 2
-    found = fuzz(server, args.requests, seed=args.seed)
+    found = fuzz(server, args.requests, seed=args.seed, share=args.described)
     print_found(found, rich.console.Console())
     if args.record and found.passed:
         sent, made = found.sent.total(), sum(n for kind, n in found.sent.items() if kind.startswith("described"))
@@ -389,7 +392,8 @@ def main(argv: list[str] | None = None) -> int:
             metric="faults",
             ours=len(found.faults),
             target="== 0",
-            command=f"python -m benchmarks.serve_fuzz --requests {args.requests} --seed {args.seed}",
+            command=f"python -m benchmarks.serve_fuzz --requests {args.requests} --described {args.described} "
+            f"--seed {args.seed}",
         )
     return int(not found.passed)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from isomodel.rollout.sampling_params import MAX_SEED
+from isomodel.rollout.sampling_params import MAX_SEED, MAX_TEMPERATURE, MIN_TEMPERATURE
 from isomodel.rollout.server.errors import ApiError
 from isomodel.rollout.server.limits import ServerLimits
 from isomodel.rollout.server.requests import Strict
@@ -13,7 +13,7 @@ from isomodel.rollout.server.requests import Strict
 Json = dict[str, Any]
 
 BOUNDS: dict[str, Json] = {
-    "temperature": {"minimum": 0},
+    "temperature": {"anyOf": [{"const": 0}, {"minimum": MIN_TEMPERATURE, "maximum": MAX_TEMPERATURE}]},
     "top_p": {"exclusiveMinimum": 0, "maximum": 1},
     "top_k": {"minimum": 0, "maximum": 2**31 - 1},
     "min_p": {"minimum": 0, "maximum": 1},

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic
 from pydantic import ConfigDict, FailFast, Field
 
-from isomodel.rollout.sampling_params import SamplingParams
+from isomodel.rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 from isomodel.rollout.server.errors import ApiError
 from isomodel.yaml_config import nearest
 
@@ -103,7 +103,7 @@ class Body(Strict):
 
     model: str | None = Field(None, description="the name of the served model")
     n: int = Field(1, description="an integer: samples of each prompt")
-    temperature: float = Field(1.0, description="a number >= 0; 0 is greedy")
+    temperature: float = Field(1.0, description=f"0 (greedy), or a number of at least {MIN_TEMPERATURE}")
     top_p: float = Field(1.0, description="a number above 0 and at most 1; 1 is off")
     top_k: int = Field(0, description="an integer >= 0; 0 is off")
     min_p: float = Field(0.0, description="a number from 0 to 1; 0 is off")

@@ -14,6 +14,7 @@ import pytest
 
 from isomodel.batch import KVCache
 from isomodel.rollout import SamplingParams, pages
+from isomodel.rollout.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.isomodel.rollout import tiny
 from tests.isomodel.rollout.test_engine import counting_compilations
 
@@ -228,6 +229,16 @@ def test_new_weights_are_the_arrays_that_were_given():
     assert {name: w.unsafe_buffer_pointer() for name, w in engine._runner.params.items()} == places
 
 
+def _begun(engine, prompts, sampling, looks: int) -> dict:
+    """Adds all requests, named by their index, and steps; gives what has finished by then."""
+    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(p, s, str(i))
+    done = {}
+    for _ in range(looks):
+        done |= {c.request_id: c for c in engine.step()}
+    return done
+
+
 @pytest.fixture(scope="module")
 def renewed(work):
     """The completions under the second weights."""
@@ -261,11 +272,7 @@ def test_after_new_weights_no_stale_page_is_used(work, renewed, monkeypatch):
 def test_new_weights_with_samples_in_flight(work, renewed, policy):
     prompts, sampling, want = work
     engine = tiny.engine()
-    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.add_request(p, s, str(i))
-    done = {}
-    for _ in range(4):
-        done |= {c.request_id: c for c in engine.step()}
+    done = _begun(engine, prompts, sampling, looks=4)
     engine.update_weights(tiny.params(1), 3, on_update=policy)
     engine.check()
     done |= {c.request_id: c for c in _drain(engine)}
@@ -289,11 +296,7 @@ def test_finish_takes_back_no_token_that_an_earlier_update_kept(work):
     """After "continue" samples wait with their tokens; the next update finds them not begun under its old weights."""
     prompts, sampling, want = work
     engine = tiny.engine()
-    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.add_request(p, s, str(i))
-    done = {}
-    for _ in range(4):
-        done |= {c.request_id: c for c in engine.step()}
+    done = _begun(engine, prompts, sampling, looks=4)
     engine.update_weights(tiny.params(2), 1, on_update="continue")
     engine.update_weights(tiny.params(1), 2, on_update="finish")
     done |= {c.request_id: c for c in _drain(engine)}
@@ -307,9 +310,7 @@ def test_an_update_that_waits(work, renewed):
     """Samples that have begun run to their ends as `step` is called, with what they bring on the way; then it changes."""
     prompts, sampling, want = work
     engine = tiny.engine()
-    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.add_request(p, s, str(i))
-    done = {c.request_id: c for c in engine.step()}
+    done = _begun(engine, prompts, sampling, looks=1)
     engine.begin_update(tiny.params(1), 3)
     with pytest.raises(ValueError, match="version 3 is on its way"):
         engine.update_weights(tiny.params(2), 4, on_update="continue")
@@ -340,6 +341,19 @@ def _assert_continued(got, old, sampling):
     (again,) = fresh.generate([np.concatenate([got.prompt_ids, got.token_ids[:n]])], rest)
     assert again.token_ids.tolist() == got.token_ids[n:].tolist()
     assert again.logprobs.tobytes() == got.logprobs[n:].tobytes()
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_at_the_ends_of_temperature_log_probabilities_are_numbers(temperature):
+    """Below, sums of exponentials overflow: a fuzzer's temperature of 1e-16 brought NaN and tokens outside the top."""
+    prompts = tiny.prompts(4)
+    ways = [{}, {"top_k": 20}, {"top_p": 0.2}, {"min_p": 0.4, "top_k": 250}]
+    asked = [SamplingParams(temperature=temperature, seed=i, max_tokens=16, **way) for i, way in enumerate(ways)]
+    greedy = tiny.engine().generate(prompts, SamplingParams(temperature=0, max_tokens=16))
+    for c, g in zip(tiny.engine().generate(prompts, asked), greedy, strict=True):
+        for values in (c.logprobs, c.truncated_logprobs):
+            assert np.isfinite(values).all() and (values <= 0).all()
+        assert (temperature == MIN_TEMPERATURE) == (c.token_ids.tolist() == g.token_ids.tolist())
 
 
 def test_the_trainer_gives_the_same_log_probabilities(work):
