@@ -103,7 +103,6 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._finished: list[Completion] = []  # not returned by `step` yet
-        self._update: tuple[Params, int] | None = None  # weights and version that wait for samples in flight
         self._requests_taken = self._completions = self._steps = self._tokens = 0
         self._busy_s = self._warmup_s = 0.0
         if warmup:
@@ -117,12 +116,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to return."""
-        return bool(self._scheduler.has_work or self._finished or self.updating)
+        return bool(self._scheduler.has_work or self._finished)
 
     @property
     def updating(self) -> bool:
-        """Whether new weights wait for samples in flight, see `begin_update`."""
-        return self._update is not None
+        """Whether samples in flight finish under older weights than those that begin, see `update_weights`."""
+        return bool(self._runner.older)
 
     def warmup(self, progress: bool | None = None) -> int:
         """Compiles every program for every bucket; returns how many. Nothing compiles after it."""
@@ -210,21 +209,17 @@ class Engine:
         return request.id
 
     def step(self) -> list[Completion]:
-        """Runs one batch (or one decode loop); returns what has finished since the last call, aborted samples too.
-
-        Where new weights wait and nothing of the old ones is left to run, it changes to them instead.
-        """
-        if not self._advance() and self.updating:
-            self._change_weights(keep_tokens=True)
+        """Runs one batch (or one decode loop); returns what has finished since the last call, aborted samples too."""
+        self._advance()
         finished, self._finished = self._finished, []
         return finished
 
-    def _advance(self) -> bool:
-        """One batch; False when nothing could run."""
+    def _advance(self) -> None:
+        """One batch, if there is one."""
         start = time.perf_counter()
         plan = self._scheduler.schedule()
         if plan is None:
-            return False
+            return
         before = sum(s.count for s in plan.samples)
         result = self._runner.run(plan)
         if not plan.chunks:
@@ -232,9 +227,9 @@ class Engine:
         done = self._scheduler.update(plan, result)
         self._tokens += sum(s.count for s in plan.samples) - before
         self._finish(done)
+        self._forget_older()
         self._steps += 1
         self._busy_s += time.perf_counter() - start
-        return True
 
     def _pace(self, seconds: float, steps: int) -> None:
         """Keeps the time between two looks to look_s, by how long the last steps took."""
@@ -361,6 +356,7 @@ class Engine:
             return 0
         aborted = self._scheduler.abort(request)
         self._finish(aborted)
+        self._forget_older()
         return len(aborted)
 
     def tail(self, request_id: str, index: int, start: int) -> Tail | None:
@@ -399,7 +395,10 @@ class Engine:
         return dropped
 
     def update_weights(self, params: Params, version: int, *, on_update: str | None = None) -> int:
-        """Samples with new weights from now on; drops all keys and values that the old ones computed.
+        """Samples with new weights from now on; no request that begins now reads keys and values that the old ones computed.
+
+        With "finish", samples in flight go on under the old weights, beside those that begin under the new ones; both sets of
+        weights are held until the last has finished, while `updating` is true.
 
         Args:
           params: of the same shapes and dtypes as before; the arrays are kept, not copied.
@@ -411,46 +410,32 @@ class Engine:
           How many cached pages were dropped.
 
         Raises:
-          ValueError: weights that do not fit, a version that is not above the present one, or an update that has begun
-            already. Nothing has changed.
+          ValueError: weights that do not fit, a version that is not above the present one, or "finish" while samples of
+            older weights are still finishing: two versions are kept, not three. Nothing has changed.
         """
         on_update = on_update or self.config.on_update
         if on_update not in ON_UPDATE:
             raise ValueError(f"on_update={on_update!r}; choose one of {', '.join(ON_UPDATE)}")
-        self.begin_update(params, version)
-        if on_update == "finish":
-            try:
-                while self._advance():
-                    pass
-            except BaseException:
-                self._update, self._scheduler.admit_new = None, True
-                raise
-        return self._change_weights(keep_tokens=on_update != "restart")
-
-    def begin_update(self, params: Params, version: int) -> None:
-        """`update_weights` with on_update="finish" that does not wait: `step` runs samples that have begun to their ends
-        under the old weights, begins no others, and then changes. Meanwhile `updating` is true, both sets of weights are
-        held, and samples go on as ever for who looks at them.
-
-        Raises:
-          ValueError: weights that do not fit, a version that is not above the present one, or an update that has begun
-            already. Nothing has changed.
-        """
-        if self._update is not None:
-            raise ValueError(f"version {self._update[1]} is on its way: samples in flight finish first; wait for it")
         version = operator.index(version)
         if not self.version < version < 2**31:
             raise ValueError(f"version={version} must be above the present version {self.version} and fit in 31 bits")
-        self._update = self._runner.checked(params), version
-        self._scheduler.admit_new = False
-
-    def _change_weights(self, *, keep_tokens: bool) -> int:
-        """Ends what `begin_update` began."""
-        (params, version), self._update = self._update, None
-        self._scheduler.admit_new = True
-        dropped = self._scheduler.change_weights(version, keep_tokens=keep_tokens)
-        self._runner.params = params
+        if on_update == "finish" and self.updating:
+            older = ", ".join(map(str, self._runner.older))
+            raise ValueError(f"samples of version {older} still finish beside those of {self.version}; wait for them")
+        params, runner = self._runner.checked(params), self._runner
+        if on_update == "finish":
+            runner.older[self.version] = runner.params
+            dropped = self._scheduler.begin_version(version)
+        else:
+            dropped = self._scheduler.change_weights(version, keep_tokens=on_update == "continue")
+        runner.params = params
+        self._forget_older()
         return dropped
+
+    def _forget_older(self) -> None:
+        """Lets older weights go once no sample needs them."""
+        if self._runner.older and not self._scheduler.finishing:
+            self._runner.older.clear()
 
     def stats(self) -> EngineStats:
         """Totals since the start."""

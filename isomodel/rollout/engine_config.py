@@ -41,7 +41,7 @@ class EngineConfig:
       top_logprobs: most alternatives that a request may ask for at each sampled token; they are computed at each step
         for every sample, so 0 costs nothing.
       return_logits: completions carry the full fp32 logits row of every sampled token (for gates; large).
-      on_update: what new weights do to samples in flight: "finish" them before, "restart" them from their prompts, or
+      on_update: what new weights do to samples in flight: "finish" them under the old ones, "restart" them from their prompts, or
         "continue": keep their tokens and recompute their keys and values (each token records its version).
       seed: from which requests without a seed get theirs.
       seq_buckets, token_buckets: sizes that steps are padded to; None: by factors of four (a GPU's token_buckets: of two), up

@@ -23,7 +23,11 @@ from isomodel.specs import Params, weight_faults
 
 
 class Runner:
-    """Runs plans on the device. `params` may be replaced between steps by arrays of the same shapes and dtypes."""
+    """Runs plans on the device. `params` may be replaced between steps by arrays of the same shapes and dtypes.
+
+    Attributes:
+      params: the weights of now. older: weights of other versions, by version, for plans that name them.
+    """
 
     def __init__(self, cfg: ModelConfig, numerics: Numerics, params: Params, config: EngineConfig, slots: SlotTable):
         """`config` is resolved (EngineConfig.resolve).
@@ -35,6 +39,7 @@ class Runner:
         self.cfg, self.numerics, self.config, self.slots = cfg, numerics, config, slots
         self.shapes = programs.Shapes.of(config)
         self.params = self.checked(params)
+        self.older: dict[int, Params] = {}
         self.cache: KVCache | None = None
         self.take_cache()
 
@@ -117,6 +122,9 @@ class Runner:
             self._copy(plan.copies)
         return self._mixed(plan) if plan.chunks else self._decode(plan)
 
+    def _params(self, plan: Plan) -> Params:
+        return self.older.get(plan.version, self.params)
+
     def _copy(self, copies: list[tuple[int, int]]) -> None:
         run = programs.compiled_copy(self.cfg, self.numerics, self.shapes)
         for i in range(0, len(copies), programs.COPY_PAGES):
@@ -159,7 +167,7 @@ class Runner:
         stops_SE[:n] = self.slots.stops_ME[slots]
         state = programs.Decoding(tokens_S, kv_len_S, room_S, stops_SE, self._tables(slots, S), np.int32(plan.steps))
         run = programs.compiled_decode(self.cfg, self.numerics, self.shapes, S)
-        self.cache, counts, chosen = run(self.params, self.cache, state, self._sampling(slots, S))
+        self.cache, counts, chosen = run(self._params(plan), self.cache, state, self._sampling(slots, S))
         return StepResult(*jax.device_get((counts, chosen)))
 
     def _mixed(self, plan: Plan) -> StepResult:
@@ -192,7 +200,7 @@ class Runner:
             tokens_T, positions_T, np.where(written_T, slots_T, np.int32(NO_SLOT)), q_start_S1, kv_len_S, tables_SP
         )
         run = programs.compiled_mixed(self.cfg, self.numerics, self.shapes, T, S)
-        self.cache, hidden_TD, chosen = run(self.params, self.cache, batch, self._sampling(slots, S))
+        self.cache, hidden_TD, chosen = run(self._params(plan), self.cache, batch, self._sampling(slots, S))
         scored = self._score(plan, hidden_TD, T) if any(not c.sample.request.scored for c in plan.chunks) else None
         chosen, scored = jax.device_get((chosen, scored))
         return StepResult(np.ones(S, np.int32), jax.tree.map(lambda x: x[None], chosen), scored)
@@ -207,7 +215,7 @@ class Runner:
             targets_T[row : row + len(following)] = following
             inv_temp_T[row : row + chunk.count] = chunk.sample.request.params.inv_temp
             row += chunk.count
-        return programs.compiled_score(self.cfg, self.numerics, T)(self.params, hidden_TD, targets_T, inv_temp_T)
+        return programs.compiled_score(self.cfg, self.numerics, T)(self._params(plan), hidden_TD, targets_T, inv_temp_T)
 
 
 def _bucket(sizes: tuple[int, ...], n: int) -> int:

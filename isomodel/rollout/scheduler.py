@@ -14,12 +14,15 @@ it does not).
   where recomputing costs up to a page of rows through the whole model: with pages of 128 tokens and short prompts that
   is as much as not sharing at all.
 - Full pages are found again by later requests through the prefix cache, under keys that hold the weight version.
+- A request has the weights of when its first sample began. While samples of two versions are in flight, steps of one and of the
+  other take turns.
 """
 
 from __future__ import annotations
 
 import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable
 
 import numpy as np
@@ -51,11 +54,13 @@ class Plan:
     Attributes:
       copies: (source, destination) pages to copy, in order, before the rows run; no page is written twice.
       steps: decode steps to take on the device; above 1 only without chunks.
+      version: of the weights, for all rows.
     """
 
     decode: list[Sample]
     chunks: list[Chunk]
     copies: list[tuple[int, int]]
+    version: int
     steps: int = 1
 
     @property
@@ -122,7 +127,7 @@ class Scheduler:
         self.running: list[Sample] = []  # in order of admission
         self.most_steps = decode_steps  # until the next look: whoever has a clock sets it
         self._stops = 0.0  # samples that a token or a string ends, a decode step, lately
-        self.admit_new = True  # False: only samples that have begun are admitted again
+        self._last = version  # of the last plan
         self.stats = SchedulerStats()
         self._holding: dict[str, Request] = {}  # requests that hold prompt pages, oldest first
 
@@ -134,38 +139,59 @@ class Scheduler:
     def has_work(self) -> bool:
         return bool(self.running or self.waiting)
 
+    @property
+    def finishing(self) -> bool:
+        """Whether samples of older weights than `version` are in flight."""
+        return any(s.request.version not in (None, self.version) for s in (*self.running, *self.waiting))
+
     def schedule(self) -> Plan | None:
-        """Decides the next step and takes its pages; None when nothing can run: no work, or only work not admitted."""
-        plan = self._plan()
-        if plan is None and self._holding and (self.running or self._next_waiting()):
+        """Decides the next step and takes its pages; None when there is no work."""
+        plan = self._next_plan()
+        if plan is None and self._holding and self.has_work:
             while self._release_hold():  # all room lies in prompt pages kept for later samples: those recompute instead
                 pass
-            plan = self._plan()
-        if plan is None and (self.running or self._next_waiting()):
+            plan = self._next_plan()
+        if plan is None and self.has_work:
             raise RuntimeError("scheduler: work is left, nothing runs and no page can be freed; please report this")
         return plan
 
-    def _plan(self) -> Plan | None:
+    def _next_plan(self) -> Plan | None:
+        """A plan of the weights whose turn it is, else of the others."""
+        versions = {self._version_of(s) for s in (*self.running, *itertools.islice(self.waiting, 1))}
+        for version in sorted(versions, key=lambda v: (v == self._last, v)):
+            if plan := self._plan(version):
+                self._last = version
+                return plan
+        return None
+
+    def _version_of(self, sample: Sample) -> int:
+        """Of the weights that the sample runs under, or would if it began now."""
+        return self.version if sample.request.version is None else sample.request.version
+
+    def _plan(self, version: int) -> Plan | None:
         preemptions = self.stats.preemptions
-        decoding = [s for s in self.running if s.decodes]
-        plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [])
+        mine = [s for s in self.running if s.request.version == version]
+        decoding = [s for s in mine if s.decodes]
+        plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [], version)
         budget = self.chunk_tokens
         open_ = self.stats.preemptions == preemptions  # nobody takes pages before those who are short of them
-        for sample in self.running:
-            if sample.decodes:
+        for sample in mine:
+            if sample.decodes or sample.slot < 0:
                 continue
             if not sample.attached:
                 if not open_ or not self._may_attach(sample, budget):
                     continue
                 open_ = self._attach(sample, plan)
             budget -= self._add_chunk(sample, plan, budget)
-        while open_ and budget > 0 and len(self.slots) and (sample := self._next_waiting()):
+        while open_ and budget > 0 and len(self.slots) and (sample := self._next_waiting(version)):
             self.slots.take(sample)
+            begins, sample.request.version = sample.request.version is None, version
             if self._may_attach(sample, budget) and not self._attach(sample, plan):
                 self.slots.give_back(sample)
+                if begins:
+                    sample.request.version = None
                 break
             self.running.append(self.waiting.popleft())
-            sample.begun = True
             budget -= self._add_chunk(sample, plan, budget)
         if not plan.decode and not plan.chunks:
             return None
@@ -173,10 +199,9 @@ class Scheduler:
             plan.steps = self._look_ahead(plan.decode)
         return plan
 
-    def _next_waiting(self) -> Sample | None:
-        if self.waiting and (self.admit_new or self.waiting[0].begun):
-            return self.waiting[0]
-        return None
+    def _next_waiting(self, version: int) -> Sample | None:
+        """The first in the queue, if it is one of these weights."""
+        return self.waiting[0] if self.waiting and self._version_of(self.waiting[0]) == version else None
 
     def _add_chunk(self, sample: Sample, plan: Plan, budget: int) -> int:
         if not sample.attached or budget <= 0:
@@ -195,8 +220,8 @@ class Scheduler:
         size, shared, ready, source = pool.page_size, [], 0, None
         keys: list = []
         if self.prefix_cache:
-            extend_keys(request.prompt_keys, request.prompt, size, self.version)
-            keys = extend_keys(list(request.prompt_keys), sample.tokens[: sample.count], size, self.version)
+            extend_keys(request.prompt_keys, request.prompt, size, request.version)
+            keys = extend_keys(list(request.prompt_keys), sample.tokens[: sample.count], size, request.version)
             if request.scored:
                 shared = pool.lookup(keys)
                 ready = len(shared) * size
@@ -264,7 +289,7 @@ class Scheduler:
 
         room_S = np.array([s.request.limit - s.count for s in decode])
         steps = min(self.decode_steps, self.most_steps, int(room_S.max()))
-        if self._next_waiting() is not None:
+        if self.waiting:
             steps = self._worthwhile(steps, room_S)
         while steps > 1 and sum(wanted(s, steps) for s in decode) > self.pool.available:
             steps //= 2
@@ -366,12 +391,12 @@ class Scheduler:
 
     def _accept(self, sample: Sample, result: StepResult, i: int, n: int) -> None:
         """The first n tokens of the plan's sample number i."""
-        sample.accept(Chosen(*(x if x is None else x[:n, i] for x in result.chosen)), self.version)
+        sample.accept(Chosen(*(x if x is None else x[:n, i] for x in result.chosen)), sample.request.version)
 
     def _register(self, sample: Sample) -> None:
-        """Tells the prefix cache of the pages that the sample has filled."""
+        """Tells the prefix cache of the pages that the sample has filled; of older weights nobody asks for any."""
         full = sample.kv_ready // self.pool.page_size
-        if sample.registered == full:
+        if sample.registered == full or sample.request.version != self.version:
             return
         extend_keys(sample.keys, sample.tokens[: sample.kv_ready], self.pool.page_size, self.version)
         for i in range(sample.registered, full):
@@ -398,6 +423,12 @@ class Scheduler:
         self._drop_useless_hold(request)
         return aborted
 
+    def begin_version(self, version: int) -> int:
+        """From now on samples begin under these weights; those in flight finish under theirs. Returns how many cached pages were
+        dropped."""
+        self.version = version
+        return self.pool.drop_cached()
+
     def change_weights(self, version: int, *, keep_tokens: bool) -> int:
         """Drops all state that old weights computed: held and cached pages, keys and values of samples in flight.
 
@@ -412,7 +443,6 @@ class Scheduler:
             self.waiting.appendleft(sample)
         dropped = self.pool.drop_cached()
         for sample in self.waiting:
-            sample.begun = False
             if not keep_tokens:
                 sample.restart()
             sample.request.weights_changed()

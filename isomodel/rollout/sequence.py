@@ -46,6 +46,7 @@ class Request:
             limit,
             stop_ids,
         )
+        self.version: int | None = None
         self.leader: Sample | None = None
         self.held: list[int] | None = None
         self.prompt_keys: list[Key] = []
@@ -59,6 +60,7 @@ class Request:
 
     def weights_changed(self) -> None:
         """Forgets what was computed under the old weights; the caller has released `held`."""
+        self.version = None
         self.prompt_keys = []
         self.scored = self.prompt_logprobs is None
 
@@ -80,7 +82,6 @@ class Sample:
       pages: its pages in order; `keys` names the full ones, the first `registered` of them are known to the cache.
       slot: its place in the slot table, -1 when not running.
       attached: it has pages; a running sample without waits to fork from its request's leader.
-      begun: it was admitted once under the weights of now.
       finish_reason: None, "stop", "length", "abort" or "error"; `stop_reason`: the token id or string that ended it.
       error: what its own text raised, which ends it alone; or None.
     """
@@ -98,7 +99,7 @@ class Sample:
         self.pages: list[int] = []
         self.keys: list[Key] = []
         self.slot = -1
-        self.attached = self.begun = False
+        self.attached = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.error: Exception | None = None

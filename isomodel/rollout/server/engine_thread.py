@@ -83,7 +83,6 @@ class EngineThread:
         self.paused = False
         self._orders: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._tickets: dict[str, tuple[Ticket, int]] = {}  # by the engine's name: ticket, which of its prompts
-        self._updated: concurrent.futures.Future | None = None  # of an update that waits for samples in flight
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -130,27 +129,17 @@ class EngineThread:
         return await asyncio.wrap_future(future)
 
     async def update_weights(self, params: Params, version: int, on_update: str) -> int:
-        """`Engine.update_weights`; returns or raises what it does, once the new weights sample.
-
-        With "finish" the thread goes on stepping, so that streams bring their tokens until the old weights have done
-        their last one; also where it is paused, and then it stays paused. "restart" is refused where a stream has sent
+        """`Engine.update_weights`, between two steps; returns or raises what it does. "restart" is refused where a stream has sent
         what it would take back.
         """
 
-        def begin(engine: Engine) -> concurrent.futures.Future:
-            done: concurrent.futures.Future = concurrent.futures.Future()
-            done.set_running_or_notify_cancel()  # who asked may go, and the update goes on
+        def update(engine: Engine) -> int:
             sent = {ticket for ticket, _ in self._tickets.values() if ticket.stream and any(ticket.seen.values())}
-            if on_update == "finish":
-                engine.begin_update(params, version)
-                self._updated = done
-            elif on_update == "restart" and sent:
+            if on_update == "restart" and sent:
                 raise ValueError(f"restart would take back tokens that {len(sent)} streams have sent; use finish or continue")
-            else:
-                done.set_result(engine.update_weights(params, version, on_update=on_update))
-            return done
+            return engine.update_weights(params, version, on_update=on_update)
 
-        return await asyncio.wrap_future(await self.call(begin))
+        return await self.call(update)
 
     def set_paused(self, paused: bool) -> None:
         """Steps no more, so that requests wait; or goes on."""
@@ -161,7 +150,7 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._stopped:
-            steps = self._engine.has_work and (not self.paused or self._updated) and not self.fault
+            steps = self._engine.has_work and not self.paused and not self.fault
             try:
                 try:
                     order = self._orders.get(block=not steps)
@@ -210,11 +199,8 @@ class EngineThread:
         start = time.perf_counter()
         done = self._engine.step()
         self._on_step(time.perf_counter() - start)
-        dropped = self._engine.stats().dropped - self.stats.dropped
         self._look()
         self._hand_out(done)
-        if self._updated and not self._engine.updating:
-            self._end_update(dropped)
 
     def _fail(self, e: Exception) -> None:
         log.error("the engine failed", exc_info=e)
@@ -249,17 +235,7 @@ class EngineThread:
         self._cancel(ticket)
         ticket.bring(ApiError(500, f"the text of this request's tokens failed ({type(e).__name__}: {e}); others go on"))
 
-    def _end_update(self, outcome: int | ApiError) -> None:
-        """Answers who waits for new weights: how many cached pages they dropped, or why they do not come."""
-        future, self._updated = self._updated, None
-        if isinstance(outcome, ApiError):
-            future.set_exception(outcome)
-        else:
-            future.set_result(outcome)
-
     def _end_all(self, error: ApiError) -> None:
-        if self._updated and (self.fault or self._stopped):
-            self._end_update(error)
         for ticket in {ticket for ticket, _ in self._tickets.values()}:
             ticket.bring(error)
             self._cancel(ticket)

@@ -34,6 +34,7 @@ class FakeRunner:
         self.scheduler = scheduler
         self.pool = scheduler.pool
         self.store = np.full((self.pool.num_pages, self.pool.page_size), EMPTY, np.int32)
+        self.versions = np.full_like(self.store, EMPTY)  # of the weights that wrote a position
 
     def _row(self, sample: Sample, position: int, token: int) -> int:
         """Writes the row's token to its page, reads the whole history through the page table, gives the next token."""
@@ -47,14 +48,18 @@ class FakeRunner:
             held = page in (sample.request.held or ()) and position >= sample.prompt_len
             assert readers == 1 and self.pool.refs(page) == 1 + held, f"page {page} is written while it is shared"
             self.store[page, position % size] = token
+            self.versions[page, position % size] = sample.request.version
         pages = table[: position // size + 1]
         history = self.store[pages].reshape(-1)[: position + 1]
+        assert (self.versions[pages].reshape(-1)[: position + 1] == sample.request.version).all(), "a page of other weights"
         return next_token(history, sample.key)
 
     def run(self, plan: Plan) -> StepResult:
         for source, destination in plan.copies:
             self.store[destination] = self.store[source]
+            self.versions[destination] = self.versions[source]
         samples = plan.samples
+        assert {s.request.version for s in samples} == {plan.version}
         tokens = np.full((plan.steps, len(samples)), EMPTY, np.int32)
         counts = np.zeros(len(samples), np.int32)
         for i, sample in enumerate(plan.decode):

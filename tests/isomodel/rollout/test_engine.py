@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from isomodel.contract import derive, trace_cases
-from isomodel.rollout import EngineConfig, SamplingParams
+from isomodel.rollout import EngineConfig, SamplingParams, programs
 from isomodel.rollout.outputs import Completion
 from pallas_kernels import registry
 from tests.isomodel.rollout import tiny
@@ -265,7 +265,8 @@ def counting_compilations():
 
 
 def test_nothing_compiles_after_the_start():
-    # A pool size that no other test has: its programs are not compiled yet.
+    # A pool size that no other test has: its programs are not compiled yet, but for scoring, which is of any pool.
+    programs.compiled_score.cache_clear()
     engine, others = tiny.engine(num_pages=61, seq_buckets=(2, 8), prompt_logprobs=True), tiny.params(1)
     with counting_compilations() as compiled:
         assert engine.warmup() == len(compiled) == 5

@@ -306,29 +306,40 @@ def test_finish_takes_back_no_token_that_an_earlier_update_kept(work):
         _assert_continued(done[str(i)], want[i], sampling[i])
 
 
-def test_an_update_that_waits(work, renewed):
-    """Samples that have begun run to their ends as `step` is called, with what they bring on the way; then it changes."""
+def test_two_versions_side_by_side(work, renewed):
+    """Samples in flight finish under their weights while others begin under the new ones: each has the bits of its own."""
     prompts, sampling, want = work
     engine = tiny.engine()
     done = _begun(engine, prompts, sampling, looks=1)
-    engine.begin_update(tiny.params(1), 3)
-    with pytest.raises(ValueError, match="version 3 is on its way"):
-        engine.update_weights(tiny.params(2), 4, on_update="continue")
-    looks = 0
+    assert not engine.updating
+    engine.update_weights(tiny.params(1), 3, on_update="finish")
+    assert engine.updating and engine.version == 3
+    with pytest.raises(ValueError, match="samples of version 0 still finish beside those of 3"):
+        engine.update_weights(tiny.params(2), 4, on_update="finish")
+    beside = 0
     while engine.updating:
-        before = engine.version, engine.stats().generated_tokens
         done |= {c.request_id: c for c in engine.step()}
         engine.check()
-        looks += 1
-        assert engine.updating == (engine.version == 0), "the step that found nothing to run changed"
-        assert engine.updating == (engine.stats().generated_tokens > before[1] or engine.stats().running > 0)
-    assert looks > 2 and 0 < len(done) < len(prompts) and engine.has_work
+        beside += {s.request.version for s in engine._scheduler.running} == {0, 3}
+    assert beside > 2 and engine.has_work and not engine._runner.older, "the old weights are let go with their last sample"
     done |= {c.request_id: c for c in _drain(engine)}
     old = [i for i in range(len(prompts)) if (done[str(i)].versions == 0).all()]
     new = [i for i in range(len(prompts)) if (done[str(i)].versions == 3).all()]
     assert old and new and len(old) + len(new) == len(prompts)
     tiny.assert_same_bits([done[str(i)] for i in old], [want[i] for i in old])
     tiny.assert_same_bits([done[str(i)] for i in new], [renewed[i] for i in new])
+
+
+def test_old_weights_are_let_go_when_their_last_sample_is_aborted_or_moves_on():
+    for leave in (lambda e: e.abort("a"), lambda e: e.update_weights(tiny.params(2), 5, on_update="continue")):
+        engine = tiny.engine()
+        engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1), "a")
+        engine.step()
+        engine.update_weights(tiny.params(1), 3, on_update="finish")
+        assert engine.updating and list(engine._runner.older) == [0]
+        leave(engine)
+        assert not engine.updating and not engine._runner.older
+        _drain(engine)
 
 
 def _assert_continued(got, old, sampling):
