@@ -11,7 +11,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
-from isomodel import device_memory
+from isomodel import device_memory, model
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
@@ -42,6 +42,7 @@ class Runner:
         self.older: dict[int, Params] = {}
         self.cache: KVCache | None = None
         self.take_cache()
+        model.rope(cfg, numerics)  # kept for every program; made now, as its conversion is compiled
 
     def checked(self, params: Params) -> Params:
         """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""

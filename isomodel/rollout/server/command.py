@@ -22,6 +22,9 @@ from pallas_kernels import environment
 TOKEN_VARIABLE = "ISOMODEL_ADMIN_TOKEN"
 
 
+LOOK_S = 0.1
+
+
 def add_commands(subparsers) -> None:
     """Adds `serve` to the command line; it sets `run(args) -> exit code`."""
     most = ServerLimits()
@@ -40,6 +43,14 @@ def add_commands(subparsers) -> None:
         "--admin-token",
         metavar="TOKEN",
         help=f"switches on /admin/...; better in the environment, as {TOKEN_VARIABLE}: a command line is seen by others",
+    )
+    parser.add_argument(
+        "--look-s",
+        type=float,
+        default=LOOK_S,
+        metavar="SECONDS",
+        help="most time between two looks at the device, as far as one step allows: streams bring their tokens then, and new "
+        f"requests begin; more is a little faster for many requests (default {LOOK_S})",
     )
     limits = parser.add_argument_group("limits")
     limits.add_argument("--max-requests", type=int, default=most.requests, help=f"in flight (default {most.requests})")
@@ -86,6 +97,7 @@ def run(args: argparse.Namespace) -> int:
             max_seqs=args.max_seqs,
             max_model_len=args.max_model_len,
             **kv_size(args),
+            look_s=args.look_s,
             prefix_cache=not args.no_prefix_cache,
             top_logprobs=args.max_logprobs,
         )

@@ -288,6 +288,15 @@ def test_nothing_compiles_after_the_start():
         assert len(compiled) >= 2, "control: an engine that was not warmed up compiles, and the counter sees it"
 
 
+def test_a_clock_bounds_the_steps_between_two_looks():
+    prompts, ask = tiny.prompts(3), SamplingParams(max_tokens=13, seed=5)
+    engine, hasty = tiny.engine(), tiny.engine(look_s=1e-9)
+    tiny.assert_same_bits(hasty.generate(prompts, ask), engine.generate(prompts, ask))
+    looks = engine.stats().steps, hasty.stats().steps
+    assert looks[0] == 1 + 12 // tiny.ENGINE.decode_steps
+    assert looks[1] == 1 + 1 + (12 - tiny.ENGINE.decode_steps), "the first loop has no measured step to go by"
+
+
 def test_stats_add_up():
     engine = tiny.engine()
     completions = engine.generate(tiny.prompts(5), SamplingParams(n=2, max_tokens=9))
@@ -315,6 +324,7 @@ def test_the_contract_of_an_engine_is_that_of_the_model():
         (dict(page_size=24), "page_size=24 does not divide 128"),
         (dict(max_seqs=0, chunk_tokens=0), "max_seqs=0 .*; chunk_tokens=0 "),
         (dict(num_pages=3, kv_memory=9), "num_pages=3 and kv_memory=9 are given; give one"),
+        (dict(look_s=0), "look_s=0 must be above 0"),
         (dict(on_update="later"), "on_update='later'; choose one of finish, restart, continue"),
         (dict(seq_buckets=(4, 2)), "seq_buckets=.* rising order"),
         (dict(max_model_len=1), "no room"),
