@@ -8,7 +8,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import pathlib
@@ -17,14 +16,13 @@ import sys
 import tempfile
 from typing import Any
 
-from benchmarks import report
+from benchmarks import beside_vllm
+from benchmarks.beside_vllm import VLLM
 from isomodel import fetch
 from isomodel.bench import arm, command
 from isomodel.bench.work import SHAPES, Work
 from isomodel.config import ModelConfig
 
-AREA = "engine"
-VLLM = "stock vLLM 0.24, CUDA graphs, prefix caching, its own defaults"
 LONG = Work()
 WITHOUT = dataclasses.replace(LONG, logprobs=False)
 GROUPS = Work(prompts=16, samples=16, prompt_tokens=2048)
@@ -143,31 +141,12 @@ def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, their
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=pathlib.Path)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(WORKS))
-    parser.add_argument("--record", type=pathlib.Path, metavar="OUT.json")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default: this one)")
-    parser.add_argument("--seconds", type=float, default=500, help="longest time for one process (default: 500)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured runs; their median counts (default: 3)")
+    parser = beside_vllm.parser(__doc__, WORKS)
     parser.add_argument("--option", action="append", default=[], metavar="iso.NAME=VALUE", help="as of `isomodel bench`")
     args = parser.parse_args(argv)
-    if args.record:
-        return report.enter(args.record, AREA, REASONS)
-    if args.out is None:
-        parser.error("name the file to write")
-    if unknown := set(args.models) - set(WORKS):
-        parser.error(f"unknown model {', '.join(sorted(unknown))}; choose from {', '.join(WORKS)}")
     options = command.parse_options(args.option, ["iso"])["iso"]
-    found = {"facts": report.facts(), "rows": [], "failed": {}}
-    for model in args.models or WORKS:
-        try:
-            found["rows"] += measure(model, args.python, args.seconds, args.repeats, options)
-        except arm.ArmFailed as e:
-            found["failed"][model] = str(e)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-        print(model, found["failed"].get(model, "measured"), flush=True)
-    return int(bool(found["failed"]))
+    rows_of = lambda model: measure(model, args.python, args.seconds, args.repeats, options)  # noqa: E731
+    return beside_vllm.run(parser, args, WORKS, REASONS, rows_of)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@ from to be used. Each of the three is a process of its own, one after the other 
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import json
@@ -19,13 +18,12 @@ import sys
 import tempfile
 import time
 
-from benchmarks import report
+from benchmarks import beside_vllm
 from benchmarks.kernels import separate
 from isomodel.bench import arm
 from isomodel.bench.work import SHAPES, Work
 from isomodel.config import ModelConfig
 
-AREA = "engine"
 WORK = Work(prompts=32, samples=8)
 MODELS = {"qwen3-0.6b": (None, 0.5), "qwen3-8b": (8, 0.8)}
 """Model -> (layers, None for all; most of vLLM's time that generation may take)."""
@@ -140,7 +138,7 @@ def rows(model: str, ours: dict[str, list[float]], native: dict[str, list[float]
     generate, elsewhere = middle(ours["generate"]), middle(vllm["seconds"])
     whole = generate + train + middle(ours["sync"])
     table = (
-        ("generation", "generation", generate, elsewhere, "stock vLLM 0.24", f"<= {generation}"),
+        ("generation", "generation", generate, elsewhere, beside_vllm.VLLM, f"<= {generation}"),
         ("training", "forward, gate, backward and optimizer", train, theirs, "native numerics, no pass for old log-probabilities", "<= 1.03"),
         ("training-with-pass", "the same", train, theirs + score, "native numerics with that pass", "< 1"),
         ("step", "the whole step, weights handed over", whole, elsewhere + theirs + score, "vLLM's generation and native training with that pass", "<= 0.9"),
@@ -160,39 +158,29 @@ def rows(model: str, ours: dict[str, list[float]], native: dict[str, list[float]
     ]
 
 
+def compare(model: str, python: str, seconds: float, repeats: int) -> list[dict]:
+    """The rows of a model, its three processes run one after the other.
+
+    Args:
+      python: interpreter that has vLLM. seconds: longest time for vLLM's process. repeats: measured steps.
+
+    Raises:
+      RuntimeError, ArmFailed: a process failed.
+    """
+    ours, native = (separate.call(mode, "benchmarks.grpo_step", "measure", mode, model, repeats) for mode in ("iso", "native"))
+    with tempfile.TemporaryDirectory() as folder:
+        (pathlib.Path(folder) / "config.json").write_text(json.dumps(shape(model).to_hf()))
+        common = dict(folder=folder, random_weights=True, works=[vars(WORK)], repeats=repeats, options={})
+        (vllm,) = arm.measure("vllm", python, seconds, **common)
+    print(model, json.dumps({"iso": ours, "native": native, "vllm": vllm}), flush=True)
+    return rows(model, ours, native, vllm)
+
+
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("out", nargs="?", type=pathlib.Path)
-    parser.add_argument("models", nargs="*", metavar="MODEL", help=", ".join(MODELS))
-    parser.add_argument("--record", type=pathlib.Path, metavar="OUT.json")
-    parser.add_argument("--python", default=sys.executable, help="interpreter that has vLLM (default: this one)")
-    parser.add_argument("--seconds", type=float, default=500, help="longest time for vLLM's process (default: 500)")
-    parser.add_argument("--repeats", type=int, default=3, help="measured steps; their median counts (default: 3)")
+    parser = beside_vllm.parser(__doc__, MODELS)
     args = parser.parse_args(argv)
-    if args.record:
-        return report.enter(args.record, AREA, REASONS)
-    if args.out is None:
-        parser.error("name the file to write")
-    if unknown := set(args.models) - set(MODELS):
-        parser.error(f"unknown model {', '.join(sorted(unknown))}; choose from {', '.join(MODELS)}")
-    found = {"facts": report.facts(), "rows": [], "failed": {}}
-    for model in args.models or MODELS:
-        try:
-            ours, native = (
-                separate.call(mode, "benchmarks.grpo_step", "measure", mode, model, args.repeats)
-                for mode in ("iso", "native")
-            )
-            with tempfile.TemporaryDirectory() as folder:
-                (pathlib.Path(folder) / "config.json").write_text(json.dumps(shape(model).to_hf()))
-                (vllm,) = arm.measure("vllm", args.python, args.seconds, folder=folder, random_weights=True,
-                                      works=[vars(WORK)], repeats=args.repeats, options={})  # fmt: skip
-            found["rows"] += rows(model, ours, native, vllm)
-            print(model, json.dumps({"iso": ours, "native": native, "vllm": vllm}), flush=True)
-        except (RuntimeError, arm.ArmFailed) as e:
-            found["failed"][model] = str(e)
-            print(model, e, flush=True)
-        args.out.write_text(json.dumps(found, indent=1) + "\n")
-    return int(bool(found["failed"]))
+    rows_of = lambda model: compare(model, args.python, args.seconds, args.repeats)  # noqa: E731
+    return beside_vllm.run(parser, args, MODELS, REASONS, rows_of)
 
 
 if __name__ == "__main__":

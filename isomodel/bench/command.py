@@ -19,7 +19,7 @@ from isomodel.bench import arm
 from isomodel.bench.work import SHAPES, Work
 from isomodel.config import ModelConfig
 from isomodel.rollout import SamplingParams
-from isomodel.rollout.jsonl import PromptLine, read_prompts
+from isomodel.rollout.jsonl import read_prompts, token_ids
 from isomodel.tokenizer import Tokenizer
 
 
@@ -103,15 +103,8 @@ def of_file(path: str, model_folder: Path, to: Path, work: Work) -> Work:
     lines = read_prompts(path, SamplingParams())
     tokenizer = Tokenizer(model_folder) if any(line.kind != "prompt_ids" for line in lines) else None
 
-    def ids(line: PromptLine) -> list[int]:
-        if line.kind == "prompt_ids":
-            return line.value
-        if line.kind == "prompt" and not tokenizer.has_chat_template:
-            return tokenizer.encode(line.value)
-        messages = [{"role": "user", "content": line.value}] if line.kind == "prompt" else line.value
-        return tokenizer.apply_chat_template(messages)
-
-    prompts = [list(map(int, ids(line))) for line in lines]
+    raw = tokenizer is not None and not tokenizer.has_chat_template
+    prompts = [list(map(int, token_ids(line, tokenizer, raw=raw))) for line in lines]
     to.write_text(json.dumps(prompts))
     return dataclasses.replace(work, file=str(to), prompts=len(prompts), prompt_tokens=max(map(len, prompts)))
 

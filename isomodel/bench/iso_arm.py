@@ -54,7 +54,7 @@ def _measure(cfg, params, numerics, work: Work, repeats: int, options: dict[str,
     config = dict(
         max_seqs=work.sequences,
         max_model_len=work.length,
-        num_pages=work.sequences * -(-work.length // size),
+        num_pages=work.prompts * -(-work.prompt_tokens // size) + work.sequences * (-(-work.max_tokens // size) + 1),
         page_size=size,
         logprobs=work.logprobs,
         prompt_logprobs=False,

@@ -13,7 +13,15 @@ from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.engine import Engine, PromptsRefused
 from isomodel.rollout.engine_config import EngineConfig, device_sizes
-from isomodel.rollout.jsonl import PromptFileError, PromptLine, new_text_file, read_prompts, shortened, write_lines
+from isomodel.rollout.jsonl import (
+    PromptFileError,
+    PromptLine,
+    new_text_file,
+    read_prompts,
+    shortened,
+    token_ids,
+    write_lines,
+)
 from isomodel.rollout.outputs import Completion
 from isomodel.rollout.pages import KV_BLOCK
 from isomodel.rollout.sampling_params import SamplingParams
@@ -167,24 +175,13 @@ def _encode(args, lines: list[PromptLine], tokenizer: Tokenizer, template_args: 
     prompts, faults = [], []
     for line in lines:
         try:
-            prompts.append(_ids(args, line, tokenizer, template_args))
+            given = dict(raw=args.raw, system=args.system, template_args=template_args)
+            prompts.append(token_ids(line, tokenizer, **given))
         except TokenizerError as e:
             faults.append(f"{_where(args)} {line.number}: {e}")
     if faults:
         raise PromptFileError(args.input or "--prompt", shortened(faults))
     return prompts
-
-
-def _ids(args, line: PromptLine, tokenizer: Tokenizer, template_args: dict[str, Any]) -> list[int]:
-    if line.kind == "prompt_ids":
-        return line.value
-    if line.kind == "prompt" and args.raw:
-        return tokenizer.encode(line.value)
-    messages = line.value
-    if line.kind == "prompt":
-        system = [{"role": "system", "content": args.system}] if args.system is not None else []
-        messages = [*system, {"role": "user", "content": line.value}]
-    return tokenizer.apply_chat_template(messages, **template_args)
 
 
 def _where(args) -> str:

@@ -9,10 +9,12 @@ import os
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TextIO
 
 from isomodel.config import FaultyInput
 from isomodel.rollout.sampling_params import SamplingParams
+from isomodel.tokenizer import Tokenizer
 
 SOURCES = ("prompt", "messages", "prompt_ids")
 MOST_FAULTS = 20
@@ -71,6 +73,36 @@ def read_prompts(path: str | Path, sampling: SamplingParams) -> list[PromptLine]
     if faults:
         raise PromptFileError(str(path), shortened(faults))
     return lines
+
+
+def token_ids(
+    line: PromptLine,
+    tokenizer: Tokenizer | None,
+    *,
+    raw: bool = False,
+    system: str | None = None,
+    template_args: Mapping[str, Any] = MappingProxyType({}),
+) -> list[int]:
+    """A line's token ids: its own, or those of its text or chat through the chat template.
+
+    Args:
+      tokenizer: needed where the line is not token ids.
+      raw: a text is encoded as it stands.
+      system: message put before a text.
+      template_args: of the chat template.
+
+    Raises:
+      TokenizerError: the chat template refuses the messages, or there is none.
+    """
+    if line.kind == "prompt_ids":
+        return line.value
+    if line.kind == "prompt" and raw:
+        return tokenizer.encode(line.value)
+    messages = line.value
+    if line.kind == "prompt":
+        before = [{"role": "system", "content": system}] if system is not None else []
+        messages = [*before, {"role": "user", "content": line.value}]
+    return tokenizer.apply_chat_template(messages, **template_args)
 
 
 def shortened(faults: list[str]) -> list[str]:

@@ -34,6 +34,7 @@ def test_our_engine_is_measured_and_a_missing_one_is_not_run(folder, tmp_path, c
         "stats"
     ]  # a run that is not measured before two that are, and one token of one more prompt after each
     assert stats["completions"] == 3 * (2 * 2 + 1) and stats["generated_tokens"] == 3 * (2 * 2 * 3 + 1)
+    assert stats["preemptions"] == 0 and stats["pages"] == 2 * 1 + 4 * 2, "a prompt's pages once for its samples"
     assert "No module named 'vllm'" in found["vllm"]["failed"]
     captured = capsys.readouterr()
     assert "not run" in captured.out and "floor:" in captured.out and "No module named 'vllm'" in captured.err
