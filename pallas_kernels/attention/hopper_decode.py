@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import enum
 import functools
-from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -31,11 +30,10 @@ AT_ONCE = 8
 """Splits whose parts the merge reads together."""
 
 
-def items(table_N5, splits: int, per_split: int, begin_N=None):
+def items(table_N5, splits: int, per_split: int, begin_N):
     """(int32 [N * splits, 7], count): the fields of a tile, and blocks [first, last) of one split; whole splits first, then the
     largest rests. A tile's blocks before begin_N are left out, and the split that they end in counts as whole."""
     N = table_N5.shape[0]
-    begin_N = jnp.zeros(N, jnp.int32) if begin_N is None else begin_N
     blocks_N, real_N = table_N5[:, 4], table_N5[:, 2] > 0
     done_N = begin_N // per_split
     whole_N = blocks_N // per_split - done_N
@@ -55,32 +53,21 @@ def items(table_N5, splits: int, per_split: int, begin_N=None):
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
-class Work(NamedTuple):
-    """What a call walks by: lists of integers and how many of their entries are real, int32 [1]."""
+def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: bool = False):
+    """(`items` of each launch, int32 [L, M, 7]; int32 [L], how many are real; tiles of the merge, int32 [N, 5], and how many).
 
-    items_M7: jax.Array
-    count: jax.Array
-    merges_N5: jax.Array  # tiles of the merge
-    merges: jax.Array
-    shared_M7: jax.Array | None = None  # items of blocks that several sequences walk together, before all others
-    shared: jax.Array | None = None
-
-
-def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: bool = False) -> Work:
-    """share: sequences with the same first pages walk their blocks together; only with at most a row for each sequence."""
-    S, P = table_SP.shape
-    splits = -(-P * shape.page // shape.split)
+    share: of a row for each sequence, T = S, the blocks that several sequences hold the same pages of are walked by a launch of
+    their own, before that of all others.
+    """
+    splits = -(-table_SP.shape[1] * shape.page // shape.split)
     table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens, shape.block)
+    tables, begins = [table_N5], [jnp.zeros(table_N5.shape[0], jnp.int32)]
+    if share:
+        begin_S, groups_S5 = groups(q_start_S1, kv_len_S, table_SP, shape)
+        tables, begins = [groups_S5, table_N5], [*begins, jnp.append(begin_S, 0)[table_N5[:, 0]]]
+    of_each = jax.vmap(lambda table_N5, begin_N: items(table_N5, splits, shape.per_split, begin_N))
     merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H), shape.block)
-    merges = merges_N5, merges[None]
-    if not share:
-        items_M7, count = items(table_N5, splits, shape.per_split)
-        return Work(items_M7, count[None], *merges)
-    begin_S, groups_S5 = groups(q_start_S1, kv_len_S, table_SP, shape)
-    begin_N = jnp.append(begin_S, 0)[table_N5[:, 0]]
-    items_M7, count = items(table_N5, splits, shape.per_split, begin_N)
-    shared_M7, shared = items(groups_S5, splits, shape.per_split)
-    return Work(items_M7, count[None], *merges, shared_M7, shared[None])
+    return *of_each(jnp.stack(tables), jnp.stack(begins)), merges_N5, merges[None]
 
 
 def attention(
@@ -89,15 +76,14 @@ def attention(
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
     T = q_THd.shape[0]
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
-    work = work or work_list(q_start_S1, kv_len_S, table_SP, T, shape)
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer)
+    items_LM7, count_L, *merges = work or work_list(q_start_S1, kv_len_S, table_SP, T, shape)
     call = functools.partial(_call, shape, schedule or FEW[shape.d], splits)
-    if work.shared is None:
-        results = call(Phase.ALL, *operands, work.items_M7, work.count)
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L)
+    if len(count_L) == 1:
+        results = call(Phase.ALL, *operands)
     else:
-        parts_and_begun = call(Phase.SHARED, *operands, work.shared_M7, work.shared)
-        results = call(Phase.OWN, *operands, work.items_M7, work.count, *parts_and_begun)
-    return tuple(results) if splits == 1 else merge_splits(*results, work.merges_N5, work.merges, shape, T)
+        results = call(Phase.OWN, *operands, *call(Phase.SHARED, *operands))
+    return tuple(results) if splits == 1 else merge_splits(*results, *merges, shape, T)
 
 
 class Phase(enum.Enum):
@@ -108,13 +94,16 @@ class Phase(enum.Enum):
     OWN = enum.auto()  # the others, after those
 
 
-def _call(shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, *more):
-    """One launch. The items, their count, and in phase OWN what phase SHARED gave are `more`.
+def _call(
+    shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L, *given
+):
+    """One launch; `given` to phase OWN is what phase SHARED returned.
 
     Returns o [T, H, d] and log-sum-exp [T, H] where there is one split, else what `merge_splits` takes; in phase SHARED that, if
     there are splits, and of each row the split that its group's blocks end in, m, l and O of an `Open`.
     """
-    (T, H, d), S, M = q_THd.shape, kv_len_S.shape[0], more[0].shape[0]
+    (T, H, d), S, (_, M, _) = q_THd.shape, kv_len_S.shape[0], items_LM7.shape
+    launch = 1 if phase is Phase.OWN else 0
     pairs, slots, f32 = plan.pairs, plan.slots, jnp.float32
     result = [jax.ShapeDtypeStruct((T, H, d), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), f32)]
     parts = []
@@ -125,19 +114,19 @@ def _call(shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd,
     out_type = parts + begun if phase is Phase.SHARED else parts or result
     if phase is Phase.OWN:
         # Parts of the splits that groups walked stay; the others are written beside them.
-        refs = [jax.new_ref(x) for x in more[2 : 2 + len(parts)]]
-        more = *more[:2], *refs, *more[2 + len(parts) :]
+        refs = [jax.new_ref(x) for x in given[: len(parts)]]
+        given = *refs, *given[len(parts) :]
         out_type = [] if parts else result
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, layer_g, items_g, count_g, *out_g, scratch):
         q_memory, ring_s, ready, free, q_ready = scratch
-        # Parts, open splits and a result in this order, of each what the phase has: `more` and the outputs.
+        # Parts, open splits and a result in this order, of each what the phase has: what is given, and the outputs.
         parts_g, begun_g, result_g = out_g[: len(parts)], out_g[len(parts) : len(parts) + 3], out_g[-2:]
         mosaic.after_last_kernel()
         wg = lax.axis_index("wg")
         pair = lax.rem(wg, pairs)
         # Of few items each has a multiprocessor to itself.
-        deal = Deal(pair * mosaic.SMS + lax.axis_index("cta"), mosaic.SMS * pairs, count_g[0] * shape.K)
+        deal = Deal(pair * mosaic.SMS + lax.axis_index("cta"), mosaic.SMS * pairs, count_g[launch] * shape.K)
         trips = deal.count()
         memory = Memory(q_memory[0].at[pair], ring_s.at[pair], ready, free, pair * slots)
 
@@ -145,7 +134,7 @@ def _call(shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd,
             """(tile, first block, last block, KV head) of this worker's i-th item."""
             at = deal[i]
             m = jnp.minimum(lax.div(at, shape.K), M - 1)
-            fields = [items_g[m, j] for j in range(7)]
+            fields = [items_g[launch, m, j] for j in range(7)]
             return Tile(*fields[:5]), fields[5], fields[6], lax.rem(at, shape.K)
 
         @pl.when(wg >= pairs)
@@ -243,7 +232,7 @@ def _call(shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd,
         num_threads=2 * pairs,
         thread_name="wg",
         compiler_params=LANES,
-    )(q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, *more)
+    )(q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L, *given)
     return [ref[...] for ref in refs] if phase is Phase.OWN and parts else outputs
 
 
