@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic, registry
-from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, kv_block
+from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, hopper_shared, kv_block
 from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
 from pallas_kernels.attention.hopper_softmax import COLUMNS
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape
@@ -86,7 +86,7 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> tuple[jax.
     T, S = q_THd.shape[0], kv_len_S.shape[0]
     kernel, shape = _kernel(q_THd, k_pages, S)
     # One row for each of several sequences: a step of decoding, where samples may share their prompt's pages.
-    options = {"share": True} if kernel is hopper_decode and T == S > 1 else {}
+    options = {"share": hopper_shared.pays} if kernel is hopper_decode and T == S > 1 else {}
     return kernel.work_list(q_start_S1, kv_len_S, page_table_SP, T, shape, **options)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.experimental.pallas as pl
@@ -53,17 +54,17 @@ def items(table_N5, splits: int, per_split: int, begin_N):
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
-def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: bool = False):
+def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: Callable | None = None):
     """(`items` of each launch, int32 [L, M, 7]; int32 [L], how many are real; tiles of the merge, int32 [N, 5], and how many).
 
     share: of a row for each sequence, T = S, the blocks that several sequences hold the same pages of are walked by a launch of
-    their own, before that of all others.
+    their own, before that of all others, where this finds it worth it (`hopper_shared.pays`); None: there is no such launch.
     """
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
     table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens, shape.block)
     tables, begins = [table_N5], [jnp.zeros(table_N5.shape[0], jnp.int32)]
     if share:
-        begin_S, groups_S5 = groups(q_start_S1, kv_len_S, table_SP, shape)
+        begin_S, groups_S5 = groups(q_start_S1, kv_len_S, table_SP, shape, share)
         tables, begins = [groups_S5, table_N5], [*begins, jnp.append(begin_S, 0)[table_N5[:, 0]]]
     of_each = jax.vmap(lambda table_N5, begin_N: items(table_N5, splits, shape.per_split, begin_N))
     merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H), shape.block)
