@@ -85,8 +85,9 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> tuple[jax.
         return None
     T, S = q_THd.shape[0], kv_len_S.shape[0]
     kernel, shape = _kernel(q_THd, k_pages, S)
-    # One row for each of several sequences: a step of decoding, where samples may share their prompt's pages.
-    options = {"share": hopper_shared.pays} if kernel is hopper_decode and T == S > 1 else {}
+    # A row for each sequence: a step of decoding, where samples may share their prompt's pages.
+    sharing = kernel is hopper_decode and T == S and hopper_shared.may_pay(*page_table_SP.shape, shape)
+    options = {"share": hopper_shared.pays} if sharing else {}
     return kernel.work_list(q_start_S1, kv_len_S, page_table_SP, T, shape, **options)
 
 

@@ -15,15 +15,24 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention.hopper_tiles import Shape
 
 
-def pays(shared_S, tiles_S5, shape: Shape) -> jax.Array:
+def pays(saved: jax.Array | int, longest: jax.Array | int, shape: Shape) -> jax.Array | bool:
     """Whether it is faster to walk shared blocks first than to let everybody walk its own, which then come out of the L2 cache.
 
-    A multiprocessor takes about 1.1 us for such a block, and 2.4 us for each of the longest walk that all others then wait for; a
+    A multiprocessor takes about 1.1 us for such a block, and 2.4 us for each of the longest walk, which all others wait for; a
     launch, and open splits that are written and read, cost as much as 16 blocks (one H200).
+
+    Args:
+      saved: blocks that fewer are walked, of one KV head.
+      longest: blocks of the longest split that is shared.
+      shape: static sizes.
     """
-    saved = (jnp.sum(shared_S) - jnp.sum(tiles_S5[:, 4])) * shape.K
-    longest = jnp.max(jnp.minimum(shared_S, shape.per_split))
-    return saved > mosaic.SMS * (16 + 2 * longest)
+    return saved * shape.K > mosaic.SMS * (16 + 2 * longest)
+
+
+def may_pay(S: int, P: int, shape: Shape) -> bool:
+    """Whether S sequences of at most P pages can share so much that it pays, if all of them have one prompt."""
+    blocks = P * shape.page // shape.block
+    return pays((S - -(-S // shape.tokens)) * blocks, min(blocks, shape.per_split), shape)
 
 
 def groups(q_start_S1, kv_len_S, table_SP, shape: Shape, worth: Callable = pays):
@@ -31,7 +40,7 @@ def groups(q_start_S1, kv_len_S, table_SP, shape: Shape, worth: Callable = pays)
 
     A group is of neighbours with one row each, at most as many as a tile has tokens; its blocks lie whole in pages that all
     have, below every member's newest position, so that none is masked and each member has a block of its own left. The tile
-    of a group is its first member's; the other entries have no tokens. None are shared unless worth(those, the tiles, shape).
+    of a group is its first member's; the other entries have no tokens. Nothing is shared unless it is `worth` it.
     """
     S, P = table_SP.shape
     s_S, p_P = jnp.arange(S), jnp.arange(P)
@@ -52,5 +61,5 @@ def groups(q_start_S1, kv_len_S, table_SP, shape: Shape, worth: Callable = pays)
     real_S = (s_S == leader_S) & (shared_S > 0)
     tokens_S, blocks_S = (jnp.where(real_S, x, 0) for x in (count_S, shared_S))
     tiles_S5 = jnp.stack([s_S, q_start_S1[:-1], tokens_S, blocks_S * shape.block, blocks_S], axis=1)
-    shared = worth(shared_S, tiles_S5, shape)
-    return tuple(jnp.where(shared, x, 0).astype(jnp.int32) for x in (shared_S, tiles_S5))
+    some = worth(jnp.sum(shared_S) - jnp.sum(blocks_S), jnp.max(jnp.minimum(shared_S, shape.per_split)), shape)
+    return tuple(jnp.where(some, x, 0).astype(jnp.int32) for x in (shared_S, tiles_S5))
