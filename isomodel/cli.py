@@ -14,9 +14,11 @@ import argparse
 import importlib
 import importlib.metadata
 import os
+import pathlib
 import sys
+import tomllib
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 COMMANDS = {
     "fetch": ("isomodel.fetch", "get a small model, converted to a Hugging Face folder"),
@@ -82,6 +84,16 @@ def _version() -> str:
         return "not installed"
 
 
+def _entry_points() -> Iterable[importlib.metadata.EntryPoint]:
+    """Commands of the packages above: those that are installed; in a checkout on the path alone, those it would install."""
+    found = importlib.metadata.entry_points(group=GROUP)
+    checkout = pathlib.Path(__file__).parents[1] / "pyproject.toml"
+    if found or not checkout.is_file():
+        return found
+    offered = tomllib.loads(checkout.read_text())["project"]["entry-points"][GROUP]
+    return [importlib.metadata.EntryPoint(name, value, GROUP) for name, value in offered.items()]
+
+
 def _parse(argv: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="isomodel", description="Bit-exact RL for language models: rollout and trainer give one log-probability."
@@ -95,7 +107,7 @@ def _parse(argv: list[str]) -> argparse.Namespace:
             importlib.import_module(module).add_commands(subparsers)
         else:
             subparsers.add_parser(name, help=help_)
-    for entry in sorted(importlib.metadata.entry_points(group=GROUP), key=lambda e: e.name):
+    for entry in sorted(_entry_points(), key=lambda e: e.name):
         entry.load()(subparsers)
     args, rest = parser.parse_known_args(argv)
     # argparse takes a list of positionals in one piece only; overrides may stand behind an option too.

@@ -123,8 +123,12 @@ class DenseMLP(nnx.Module):
 
     def __call__(self, x_TD: jax.Array, ctx: LayerContext) -> jax.Array:
         impl = ctx.numerics.impl
-        gate_up_TN = _note("gate_up", gemm.chain(x_TD, self.gate_up.get_value(), region="gate_up", impl=impl))
-        h_TF = _note("silu_mul", silu_mul.silu_mul(gate_up_TN, region="silu_mul", impl=impl))
+        w_2FD = self.gate_up.get_value()
+        if ctx.layer is None or _tap.get() is not None:  # a gradient, or someone who looks, needs gates and ups
+            gate_up_TN = _note("gate_up", gemm.chain(x_TD, w_2FD, region="gate_up", impl=impl))
+            h_TF = _note("silu_mul", silu_mul.silu_mul(gate_up_TN, region="silu_mul", impl=impl))
+        else:
+            h_TF = silu_mul.of_gemm(x_TD, w_2FD, regions=("gate_up", "silu_mul"), impl=impl)
         return _note("down_proj", gemm.tree(h_TF, self.down.get_value(), region="down_proj", impl=impl))
 
 
@@ -194,7 +198,8 @@ def forward(
       batch: T token rows and their metadata.
       kv: a KVCache (inference; donate it) or TrainPages (training and scoring: pages live for one layer).
       masters: fp32 weights of the same names; they get the gradients, in fp32, and `params` gets none.
-      remat: recompute each layer in the backward pass instead of keeping its activations. Forward bits are the same.
+      remat: recompute each layer in the backward pass instead of keeping its activations; "save_attention" keeps those
+        of attention (output and log-sum-exp), so that it is not run again. Forward bits are the same.
       rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
 
     Returns:
@@ -249,7 +254,10 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         else:
             stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
             steps = jnp.arange(cfg.num_layers), stacked_masters
-            carry, of_layers = lax.scan(jax.checkpoint(layer) if remat else layer, carry, steps)
+            if remat:
+                kept = (attention_op.SAVED,) if remat == "save_attention" else ()
+                layer = jax.checkpoint(layer, policy=jax.checkpoint_policies.save_only_these_names(*kept))
+            carry, of_layers = lax.scan(layer, carry, steps)
             seen.update(of_layers)
         x_TD, residual_TD, pages = carry
         hidden_TD, _ = rms_norm.add_rms_norm(

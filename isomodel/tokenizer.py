@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -79,6 +81,12 @@ class Tokenizer:
             [int(i) for i in ids], skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def template_reads(self, name: str) -> bool:
+        """Whether the chat template mentions a name that a caller may set: what transformers takes itself is none."""
+        if name in inspect.signature(self.hf.apply_chat_template).parameters or name == "messages":
+            return False
+        return re.search(rf"\b{re.escape(name)}\b", str(self.hf.chat_template)) is not None
+
     def render_chat(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template_args: Any
     ) -> str:
@@ -107,7 +115,7 @@ class Tokenizer:
         except ImportError:
             raise
         except Exception as e:  # jinja2's, and whatever a template raises
-            raise TokenizerError(f"the chat template of {self.folder} refuses these messages: {e}") from e
+            raise TokenizerError(f"the chat template of {self.folder.name} refuses these messages: {e}") from e
 
     def apply_chat_template(
         self, messages: Sequence[Message], *, add_generation_prompt: bool = True, **template_args: Any

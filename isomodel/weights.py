@@ -18,6 +18,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
+from isomodel import device_memory
 from isomodel.atomic import new_folder
 from isomodel.config import FaultyInput, ModelConfig, read_json_object
 from isomodel.specs import Params, weight_specs
@@ -118,6 +119,7 @@ def load(
       shardings: placement of each weight (sharding.weight_shardings); None is the default device.
 
     Raises:
+      OutOfDeviceMemory: the model does not fit on the device.
       WeightsError: missing or damaged files; else missing, extra, wrongly shaped or typed tensors; else NaN or
         infinity. Each lists all its faults at once; nothing is returned.
       ConfigError: the folder's config.json cannot be used.
@@ -231,6 +233,10 @@ def pack(
     members: dict[str, list[str]] = {}
     for name, (place, _, _) in places.items():
         members.setdefault(place.weight, []).append(name)
+    if shardings is None:
+        stored = lambda weight: np.dtype(dtype or tensors[members[weight][0]].dtype).itemsize  # noqa: E731
+        size = sum(math.prod(spec.shape) * stored(weight) for weight, spec in weight_specs(cfg).items())
+        device_memory.require(size, f"{source}: the model", "choose a smaller model, a narrower dtype, or another device")
     params, not_finite = {}, []
     for weight, spec in weight_specs(cfg).items():
         stacked = np.empty(spec.shape, np.dtype(dtype or tensors[members[weight][0]].dtype))

@@ -158,8 +158,12 @@ class EngineSection:
       page_size: tokens in a page of the KV cache; a divisor of 128.
       num_pages: pages of the KV cache; None: from kv_memory.
       kv_memory: bytes of the KV cache; None: room for max_seqs longest sequences, at most 1 GiB.
-      chunk_tokens: prompt tokens of one forward, at most.
-      decode_steps: tokens that the device samples between two looks by the host.
+      memory_fraction: in place of kv_memory: the KV cache takes what is left of this share of the device memory that JAX may
+        take, after weights, optimizer state, the engine's scratch and, with pages "keep", all that an update needs.
+      pages: of the KV cache, while the trainer updates: "keep" them, or "release" their memory to it and take it again for
+        the next rollout. Released keys and values would be of old weights; nothing compiles, and no bit differs.
+      chunk_tokens: prompt tokens of one forward, at most; None: 4096 on a GPU, 512 on a CPU.
+      decode_steps: most tokens that the device samples between two looks by the host; None: 64 on a GPU, 8 on a CPU.
       max_model_len: longest sequence, prompt and response; None: data.max_prompt_tokens + rollout.max_tokens.
       prefix_cache: share pages of equal prefixes between requests.
       seq_buckets, token_buckets: sizes that steps are padded to, rising; each is compiled. None: by factors of four. Fewer
@@ -170,8 +174,10 @@ class EngineSection:
     page_size: PageSize = 16
     num_pages: Positive | None = None
     kv_memory: Positive | None = None
-    chunk_tokens: Positive = 512
-    decode_steps: Positive = 8
+    memory_fraction: Annotated[float, Field(gt=0, le=1)] | None = None
+    pages: Literal["keep", "release"] = "keep"
+    chunk_tokens: Positive | None = None
+    decode_steps: Positive | None = None
     max_model_len: Annotated[int, Field(ge=2)] | None = None
     prefix_cache: bool = True
     seq_buckets: tuple[Positive, ...] | None = None
@@ -179,8 +185,9 @@ class EngineSection:
 
     def __post_init__(self):
         faults = []
-        if self.num_pages is not None and self.kv_memory is not None:
-            faults.append("num_pages: kv_memory is set too; set one of them")
+        sizes = [n for n in ("num_pages", "kv_memory", "memory_fraction") if getattr(self, n) is not None]
+        if len(sizes) > 1:
+            faults.append(f"{sizes[0]}: {' and '.join(sizes[1:])} is set too; set one of them")
         for name in ("seq_buckets", "token_buckets"):
             sizes = getattr(self, name)
             if sizes is not None and (not sizes or list(sizes) != sorted(set(sizes))):
@@ -258,7 +265,8 @@ class TrainSection:
       epochs: passes over a step's responses.
       microbatch_tokens: token rows of one forward and backward; responses are packed into it. Does not reach the
         forward's bits.
-      remat: recompute each layer in the backward instead of keeping its activations.
+      remat: recompute each layer in the backward instead of keeping its activations. "save_attention" keeps attention's output
+        and log-sum-exp, and recomputes the rest: for long sequences (iso numerics; native has nothing to keep apart).
       page_size: tokens in a page of the training forward's keys and values; a divisor of 128.
     """
 
@@ -266,7 +274,7 @@ class TrainSection:
     minibatches: Positive = 1
     epochs: Positive = 1
     microbatch_tokens: Positive = 4096
-    remat: bool = True
+    remat: bool | Literal["save_attention"] = True
     page_size: PageSize = 16
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 
 from isomodel import contract as contracts
-from isomodel import fetch, weights, yaml_config
+from isomodel import device_memory, fetch, weights, yaml_config
 from isomodel.rollout import Engine, EngineConfig
 from isomodel.specs import Params, cast_params
 from pallas_kernels import environment
@@ -68,6 +68,7 @@ def train(
 
     Raises:
       RunError: the run folder cannot be used, or the run's data or reference are not what they were.
+      OutOfDeviceMemory: state, KV cache or an update do not fit on the device.
       ContractMismatch: trainer and engine, or the run and this program, do not compute alike.
       ParityError: the gate found a differing bit. RewardError: a reward failed. CheckpointError: no space to save.
         What was finished is saved (or was saved before), and the run can be continued.
@@ -138,6 +139,7 @@ class _Run:
         self._engine = self._make_engine()
         self._agree(numerical_change)
         self._compile(has_reference=reference is not None)
+        self._check_room()
         self._writer = stack.enter_context(
             MetricsWriter(
                 self._folder.path, c.log, resumed_step=self._done, name=c.name, config=yaml_config.to_mapping(c)
@@ -170,21 +172,32 @@ class _Run:
             reference = cast_params(initial, c.numerics.dtype)
         elif needs_reference:
             reference = weights.load(fetch.resolve(c.objective.reference), policy.cfg, c.numerics.dtype)
+        abstract = self._step.abstract_state()
+        device_memory.require(
+            sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(abstract)),
+            "the trainer's state (fp32 weights, two moments, the compute copy)",
+            "choose a smaller model, or a device with more memory",
+        )
         if resumed is None:
             return self._step.init(initial), reference
-        abstract = self._step.abstract_state()
         arrays = load_arrays(resumed, {"masters": abstract.masters, "optimizer": abstract.optimizer})
         self._display.note(f"going on after step {resumed.step} of {self._folder.path}")
         return self._step.restore(**arrays), reference
 
     def _make_engine(self) -> Engine:
         e = self._config.rollout.engine
+        reserved = 0
+        if e.memory_fraction is not None and e.pages == "keep":
+            self._display.phase("compile train, to know the memory it needs")
+            reserved = self._step.update_bytes(self._buckets)
         sizes = EngineConfig(
             max_seqs=e.max_seqs,
             max_model_len=e.max_model_len,
             page_size=e.page_size,
             num_pages=e.num_pages,
             kv_memory=e.kv_memory,
+            memory_fraction=e.memory_fraction,
+            reserved_memory=reserved,
             chunk_tokens=e.chunk_tokens,
             decode_steps=e.decode_steps,
             prefix_cache=e.prefix_cache,
@@ -229,6 +242,17 @@ class _Run:
         count += self._engine.warmup(progress=False)
         self._display.note(f"compiled {count} programs in {time.perf_counter() - start:.1f} s")
 
+    def _check_room(self) -> None:
+        """Refuses now what would end the first update."""
+        engine = self._engine.config
+        released = self._config.rollout.engine.pages == "release"
+        pages = engine.num_pages * engine.page_bytes(self._policy.cfg, self._config.numerics.dtype) if released else 0
+        device_memory.require(
+            self._step.update_bytes(self._buckets) - pages,
+            "an update (gradients, activations of a microbatch, the new compute copy)",
+            "set rollout.engine.pages=release or train.remat=true, or lower train.microbatch_tokens or rollout.engine.kv_memory",
+        )
+
     def go(self, interrupts: Interrupts) -> RunResult:
         """Steps until the last one, or until a signal."""
         try:
@@ -254,6 +278,8 @@ class _Run:
     def _finish(self, rollout, start: float) -> None:
         """Trains on a step's rollout, hands over the weights, writes everything down."""
         c, step = self._config, self._done + 1
+        if c.rollout.engine.pages == "release":
+            self._engine.release_pages()
         updated = self._updater.update(
             self._state,
             rollout,

@@ -61,8 +61,9 @@ class TrainStep:
         objective: ObjectiveSection,
         optimizer: OptimizerSection,
         *,
-        remat: bool = False,
+        remat: bool | str = False,
     ):
+        """`remat`: as in model.forward."""
         self.cfg, self.numerics, self.objective, self.remat = cfg, numerics, objective, remat
         self._optimizer = _Optimizer(cfg, numerics.dtype, optimizer)
         self._schedule = schedule(optimizer)
@@ -143,6 +144,14 @@ class TrainStep:
         _optimizer_programs(self._optimizer)
         return len(todo) + 1
 
+    def update_bytes(self, buckets: Sequence[Bucket]) -> int:
+        """Device memory that an update takes beside the state: gradients, activations, the new compute copy. Compiles."""
+        zeros, norm, apply = _optimizer_programs(self._optimizer)
+        programs = [*(_compiled(self._train(b)) for b in buckets), norm, apply]
+        found = [p.memory_analysis() for p in programs]
+        most = max(m.temp_size_in_bytes + m.output_size_in_bytes - m.alias_size_in_bytes for m in found)
+        return zeros.memory_analysis().output_size_in_bytes + most
+
     def traces(self, bucket: Bucket) -> Mapping[str, Callable[[], Any]]:
         """{case: function that traces what this trainer runs in it}, for `contract.derive`."""
         return {"remat" if self.remat else "train": self._train(bucket).trace, "score": self._scoring(bucket).trace}
@@ -197,7 +206,7 @@ class _Score:
     bucket: Bucket
 
     def logprobs(
-        self, params: Params, micro: MicroBatch, rope: jax.Array, masters: Params | None = None, remat: bool = False
+        self, params: Params, micro: MicroBatch, rope: jax.Array, masters: Params | None = None, remat: bool | str = False
     ) -> jax.Array:
         pages = self.bucket.train_pages
         hidden_TD, _ = model.forward(
@@ -220,7 +229,7 @@ class _Score:
 class _Train(_Score):
     """Forward, loss and backward of a microbatch, added to the gradients so far."""
 
-    remat: bool
+    remat: bool | str
     ratio: str
     clip_low: float
     clip_high: float

@@ -19,7 +19,8 @@ from pallas_kernels import environment
 
 
 def call(mode: str, module: str, function: str, *arguments: Any) -> Any:
-    """What `benchmarks.kernels.<module>.<function>(*arguments)` returns (JSON values) in a process under `mode`.
+    """What `<module>.<function>(*arguments)` returns (JSON values) in a process under `mode`; a name without a dot is a module of
+    benchmarks.kernels.
 
     Raises:
       RuntimeError: the process failed; the end of what it wrote.
@@ -47,5 +48,6 @@ def taking_turns() -> Iterator[None]:
 
 if __name__ == "__main__":
     environment.use(sys.argv[1])
-    found = getattr(importlib.import_module(f"benchmarks.kernels.{sys.argv[2]}"), sys.argv[3])
+    module = sys.argv[2] if "." in sys.argv[2] else f"benchmarks.kernels.{sys.argv[2]}"
+    found = getattr(importlib.import_module(module), sys.argv[3])
     print(json.dumps(found(*json.loads(sys.argv[4]))))

@@ -12,7 +12,7 @@ from isomodel import fetch, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.engine import Engine, PromptsRefused
-from isomodel.rollout.engine_config import EngineConfig
+from isomodel.rollout.engine_config import EngineConfig, device_sizes
 from isomodel.rollout.jsonl import PromptFileError, PromptLine, new_text_file, read_prompts, shortened, write_lines
 from isomodel.rollout.outputs import Completion
 from isomodel.rollout.pages import KV_BLOCK
@@ -20,7 +20,6 @@ from isomodel.rollout.sampling_params import SamplingParams
 from isomodel.tokenizer import Tokenizer, TokenizerError
 from pallas_kernels import environment
 
-MOST_PREFILL_ROWS = 512
 FEWEST_SEQS = 16
 """Fewer rows than this take as long on every backend."""
 
@@ -81,10 +80,23 @@ def add_engine_options(parser: argparse.ArgumentParser, *, most_tokens: str) -> 
     )
     group.add_argument("--max-seqs", type=int, default=64, help="completions that run at one time (default 64)")
     group.add_argument("--max-model-len", type=int, help=f"most tokens, prompt included; default: {most_tokens}")
-    group.add_argument(
+    size = group.add_mutually_exclusive_group()
+    size.add_argument(
         "--kv-memory-mb", type=float, help="size of the KV cache; default: what fits max-seqs, at most 1 GiB"
     )
+    size.add_argument(
+        "--memory-fraction",
+        type=float,
+        metavar="SHARE",
+        help="in place of that: the KV cache takes what weights and scratch leave of this share of the device memory that JAX may take",
+    )
     group.add_argument("--no-prefix-cache", action="store_true")
+
+
+def kv_size(args: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig's fields that size the KV cache, from the options of `add_engine_options`."""
+    memory = None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20)
+    return {"kv_memory": memory, "memory_fraction": args.memory_fraction}
 
 
 def run(args: argparse.Namespace) -> int:
@@ -203,8 +215,8 @@ def _engine_config(args, cfg: ModelConfig, lines: list[PromptLine], prompts: lis
     return EngineConfig(
         max_seqs=min(args.max_seqs, max(FEWEST_SEQS, samples)),
         max_model_len=args.max_model_len or max(2, min(cfg.max_positions, whole_blocks)),
-        kv_memory=None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20),
-        chunk_tokens=max(1, min(MOST_PREFILL_ROWS, rows)),
+        **kv_size(args),
+        chunk_tokens=max(1, min(device_sizes()["chunk_tokens"], rows)),
         prefix_cache=not args.no_prefix_cache,
         prompt_logprobs=any(line.sampling.prompt_logprobs for line in lines),
     )

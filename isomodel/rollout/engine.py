@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import operator
-import sys
 import time
 from collections.abc import Mapping, Sequence
 from typing import Protocol
@@ -12,9 +11,11 @@ import numpy as np
 
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
+from isomodel.rollout import memory
 from isomodel.rollout.engine_config import ON_UPDATE, EngineConfig
 from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.pages import PagePool
+from isomodel.rollout.progress import Bar
 from isomodel.rollout.runner import Runner
 from isomodel.rollout.sampling_params import SamplingParams, assigned_seed
 from isomodel.rollout.scheduler import Scheduler
@@ -81,13 +82,14 @@ class Engine:
 
         Raises:
           ValueError: config or weights do not fit the model.
+          OutOfDeviceMemory: the KV cache does not fit on the device.
           registry.Unsupported: the numerics' backend cannot serve here.
           environment.EnvironmentFault: iso numerics in a process whose XLA flags are not the contract's.
         """
         if numerics.mode == "iso":
             environment.check()
         self.cfg, self.numerics, self.tokenizer = cfg, numerics, tokenizer
-        self.config = config.resolve(cfg, numerics.dtype)
+        self.config = memory.sized(config, cfg, numerics).resolve(cfg, numerics.dtype)
         slots = SlotTable(self.config.max_seqs, self.config.table_width)
         self._runner = Runner(cfg, numerics, params, self.config, slots)
         self._pool = PagePool(self.config.num_pages, self.config.page_size)
@@ -101,6 +103,7 @@ class Engine:
         )
         self._requests: dict[str, Request] = {}
         self._finished: list[Completion] = []  # not returned by `step` yet
+        self._update: tuple[Params, int] | None = None  # weights and version that wait for samples in flight
         self._requests_taken = self._completions = self._steps = self._tokens = 0
         self._busy_s = self._warmup_s = 0.0
         if warmup:
@@ -114,7 +117,12 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """Whether `step` has anything to do or to return."""
-        return bool(self._scheduler.has_work or self._finished)
+        return bool(self._scheduler.has_work or self._finished or self.updating)
+
+    @property
+    def updating(self) -> bool:
+        """Whether new weights wait for samples in flight, see `begin_update`."""
+        return self._update is not None
 
     def warmup(self, progress: bool | None = None) -> int:
         """Compiles every program for every bucket; returns how many. Nothing compiles after it."""
@@ -168,6 +176,8 @@ class Engine:
         for field in ("logprobs", "prompt_logprobs"):
             if getattr(params, field) and not getattr(c, field):
                 raise ValueError(f"{field} was asked for, and the engine was made with {field}=False")
+        if params.top_logprobs > c.top_logprobs:
+            raise ValueError(f"top_logprobs={params.top_logprobs}, and the engine was made with top_logprobs={c.top_logprobs}")
         return limit
 
     def _request(self, prompt: Prompt, params: SamplingParams, request_id: str | None) -> Request:
@@ -200,8 +210,12 @@ class Engine:
         return request.id
 
     def step(self) -> list[Completion]:
-        """Runs one batch (or one decode loop); returns what has finished since the last call, aborted samples too."""
-        self._advance()
+        """Runs one batch (or one decode loop); returns what has finished since the last call, aborted samples too.
+
+        Where new weights wait and nothing of the old ones is left to run, it changes to them instead.
+        """
+        if not self._advance() and self.updating:
+            self._change_weights(keep_tokens=True)
         finished, self._finished = self._finished, []
         return finished
 
@@ -212,12 +226,19 @@ class Engine:
         if plan is None:
             return False
         before = sum(s.count for s in plan.samples)
-        done = self._scheduler.update(plan, self._runner.run(plan))
+        result = self._runner.run(plan)
+        if not plan.chunks:
+            self._pace(time.perf_counter() - start, int(result.counts_S.max()))
+        done = self._scheduler.update(plan, result)
         self._tokens += sum(s.count for s in plan.samples) - before
         self._finish(done)
         self._steps += 1
         self._busy_s += time.perf_counter() - start
         return True
+
+    def _pace(self, seconds: float, steps: int) -> None:
+        """Keeps the time between two looks to look_s, by how long the last steps took."""
+        self._scheduler.most_steps = max(1, int(self.config.look_s * max(1, steps) / seconds))
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -231,6 +252,7 @@ class Engine:
         params = request.params
         token_ids = sample.tokens[sample.prompt_len : sample.count].copy()
         cut = lambda buffer, dtype: np.zeros(0, dtype) if buffer is None else buffer[:n].copy()  # noqa: E731
+        text = self._text(sample, token_ids)
         return Completion(
             request_id=request.id,
             index=sample.index,
@@ -243,19 +265,26 @@ class Engine:
             finish_reason=sample.finish_reason,
             stop_reason=sample.stop_reason,
             seed=request.seed,
-            text=self._text(sample, token_ids),
+            text=text,
             prompt_logprobs=request.prompt_logprobs.copy() if params.prompt_logprobs and request.scored else None,
             logits=np.stack(sample.logits) if sample.logits else None,
+            error=sample.error,
+            **_alternatives(sample, 0),
         )
 
     def _text(self, sample: Sample, token_ids: np.ndarray) -> str | None:
-        if self.tokenizer is None:
+        """What the tokens say; None without a tokenizer, and where it raises, which is then the sample's error."""
+        if self.tokenizer is None or sample.error:
             return None
         if isinstance(sample.stop_reason, str):
             return sample.stop_strings.text
         if isinstance(sample.stop_reason, int):
             token_ids = token_ids[:-1]
-        return self.tokenizer.decode(token_ids.tolist())
+        try:
+            return self.tokenizer.decode(token_ids.tolist())
+        except Exception as e:
+            sample.error, sample.finish_reason = e, "error"
+            return None
 
     def validate(self, prompts: Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams]) -> None:
         """Raises what `generate` would raise for these arguments; queues and compiles nothing."""
@@ -297,6 +326,7 @@ class Engine:
         Raises:
           PromptsRefused: naming every prompt that cannot be served, by its index; nothing was queued.
           ValueError: not as many sampling parameters as prompts.
+          RuntimeError: the tokenizer raised on a sample's tokens.
         """
         ids, params = self._validated(prompts, sampling)
         names = [self.add_request(prompt, p) for prompt, p in zip(ids, params, strict=True)]
@@ -305,10 +335,15 @@ class Engine:
         others: list[Completion] = []
         total = sum(p.n for p in params)
         try:
-            with _Bar(total, progress) as bar:
+            with Bar(total, progress) as bar:
                 while len(mine) < total:
-                    for completion in self.step():
-                        (mine if completion.request_id in order else others).append(completion)
+                    done = self.step()
+                    mine += [c for c in done if c.request_id in order]
+                    others += [c for c in done if c.request_id not in order]
+                    for c in done:
+                        if c.error and c.request_id in order:
+                            what = f"prompt {order[c.request_id]}, sample {c.index}: the tokenizer failed: {c.error!r}"
+                            raise RuntimeError(what) from c.error
                     bar.show(len(mine), self._tokens)
         finally:
             for name in names:
@@ -338,13 +373,30 @@ class Engine:
         if request is None or (sample := request.samples[index]).finish_reason:
             return None
         if sample.logprobs is None:
-            return Tail(np.zeros(0, np.int32), np.zeros(0, np.float32))
-        first = sample.prompt_len + start
-        return Tail(sample.tokens[first : sample.count].copy(), sample.logprobs[start : sample.generated].copy())
+            return Tail(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), **_alternatives(sample, 0))
+        new = slice(start, sample.generated)
+        ids = sample.tokens[sample.prompt_len + start : sample.count]
+        top = _alternatives(sample, start)
+        return Tail(ids.copy(), sample.logprobs[new].copy(), sample.versions[new].copy(), **top)
 
     def reset_prefix_cache(self) -> int:
         """Forgets the keys and values kept for later requests; those in flight keep theirs. Returns how many pages."""
         return self._pool.drop_cached()
+
+    def release_pages(self) -> int:
+        """Gives the device memory of the KV cache to whoever needs it meanwhile, such as a trainer's update.
+
+        The next step takes it again: the same size, and nothing compiles. Keys and values kept for later requests are
+        forgotten; no bit of a completion depends on that. Returns how many pages were.
+
+        Raises:
+          ValueError: samples are in flight, and their keys and values are in the cache. Nothing has changed.
+        """
+        if self._scheduler.has_work:
+            raise ValueError(f"{len(self._requests)} requests are in flight; finish or abort them before the pages go")
+        dropped = self._pool.drop_cached()
+        self._runner.release_cache()
+        return dropped
 
     def update_weights(self, params: Params, version: int, *, on_update: str | None = None) -> int:
         """Samples with new weights from now on; drops all keys and values that the old ones computed.
@@ -359,23 +411,44 @@ class Engine:
           How many cached pages were dropped.
 
         Raises:
-          ValueError: weights that do not fit, or a version that is not above the present one. Nothing has changed.
+          ValueError: weights that do not fit, a version that is not above the present one, or an update that has begun
+            already. Nothing has changed.
         """
         on_update = on_update or self.config.on_update
         if on_update not in ON_UPDATE:
             raise ValueError(f"on_update={on_update!r}; choose one of {', '.join(ON_UPDATE)}")
-        version = operator.index(version)
-        if not self.version < version < 2**31:
-            raise ValueError(f"version={version} must be above the present version {self.version} and fit in 31 bits")
-        params = self._runner.checked(params)
+        self.begin_update(params, version)
         if on_update == "finish":
-            self._scheduler.admit_new = False
             try:
                 while self._advance():
                     pass
-            finally:
-                self._scheduler.admit_new = True
-        dropped = self._scheduler.change_weights(version, keep_tokens=on_update == "continue")
+            except BaseException:
+                self._update, self._scheduler.admit_new = None, True
+                raise
+        return self._change_weights(keep_tokens=on_update != "restart")
+
+    def begin_update(self, params: Params, version: int) -> None:
+        """`update_weights` with on_update="finish" that does not wait: `step` runs samples that have begun to their ends
+        under the old weights, begins no others, and then changes. Meanwhile `updating` is true, both sets of weights are
+        held, and samples go on as ever for who looks at them.
+
+        Raises:
+          ValueError: weights that do not fit, a version that is not above the present one, or an update that has begun
+            already. Nothing has changed.
+        """
+        if self._update is not None:
+            raise ValueError(f"version {self._update[1]} is on its way: samples in flight finish first; wait for it")
+        version = operator.index(version)
+        if not self.version < version < 2**31:
+            raise ValueError(f"version={version} must be above the present version {self.version} and fit in 31 bits")
+        self._update = self._runner.checked(params), version
+        self._scheduler.admit_new = False
+
+    def _change_weights(self, *, keep_tokens: bool) -> int:
+        """Ends what `begin_update` began."""
+        (params, version), self._update = self._update, None
+        self._scheduler.admit_new = True
+        dropped = self._scheduler.change_weights(version, keep_tokens=keep_tokens)
         self._runner.params = params
         return dropped
 
@@ -411,39 +484,9 @@ class Engine:
         self._scheduler.check()
 
 
-class _Bar:
-    """A progress bar of completions on stderr, when asked for and a terminal is there."""
-
-    def __init__(self, total: int, wanted: bool):
-        self._progress = None
-        if wanted and sys.stderr.isatty():
-            from rich.console import Console
-            from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
-            self._progress = Progress(
-                TextColumn("generating"),
-                BarColumn(),
-                MofNCompleteColumn(),
-                TimeElapsedColumn(),
-                TextColumn("{task.fields[rate]}"),
-                console=Console(stderr=True),
-                transient=True,
-            )
-            self._task = self._progress.add_task("generating", total=total, rate="")
-        self._start, self._tokens = time.perf_counter(), None
-
-    def __enter__(self):
-        if self._progress:
-            self._progress.start()
-        return self
-
-    def __exit__(self, *exc):
-        if self._progress:
-            self._progress.stop()
-
-    def show(self, done: int, tokens: int) -> None:
-        if self._progress is None:
-            return
-        self._tokens = tokens if self._tokens is None else self._tokens
-        rate = (tokens - self._tokens) / max(time.perf_counter() - self._start, 1e-9)
-        self._progress.update(self._task, completed=done, rate=f"{rate:.0f} tokens/s")
+def _alternatives(sample: Sample, start: int) -> dict[str, np.ndarray]:
+    """top_ids and top_logprobs of the sampled tokens from number `start` on; nothing when they were not asked for."""
+    if not (k := sample.request.params.top_logprobs):
+        return {}
+    rows = {"top_ids": (sample.top_ids, np.int32), "top_logprobs": (sample.top_logprobs, np.float32)}
+    return {name: np.array(found[start:], dtype).reshape(-1, k) for name, (found, dtype) in rows.items()}

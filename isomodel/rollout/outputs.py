@@ -1,10 +1,28 @@
-"""Completion: what a request brings back; Tail: what is new of one on its way; EngineStats: what the engine did."""
+"""Chosen: what a step gives its rows; Completion: what a request brings back; Tail: what is new of one on its way; EngineStats: what the engine did."""
 
 from __future__ import annotations
 
 import dataclasses
+from typing import NamedTuple
 
 import numpy as np
+
+
+class Chosen(NamedTuple):
+    """What comes of S final hidden rows (of K steps: with a leading axis K), on the device and on the host.
+
+    Attributes:
+      tokens: int32 [S]. logprobs, truncated: float32 [S], of each, over the whole vocabulary and after truncation.
+      logits: float32 [S, V]. top_ids: int32 [S, k], the likeliest tokens, of equal ones the lowest index first.
+        top_logprobs: float32 [S, k], of each of them. All three are None in engines that were not made for them.
+    """
+
+    tokens: np.ndarray
+    logprobs: np.ndarray
+    truncated: np.ndarray
+    logits: np.ndarray | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -21,11 +39,14 @@ class Completion:
         renormalised; 0 for greedy). Not the quantity to train on. None as above.
       versions: int32 [n], weight version that sampled each token.
       inv_temp: 1 / temperature as it entered the log-probabilities; 1 for greedy.
-      finish_reason: "stop", "length" or "abort". stop_reason: the token id or the string that stopped it.
+      finish_reason: "stop", "length", "abort" or "error". stop_reason: the token id or the string that stopped it.
       seed: the request's, given or assigned: with it, the same prompt gives the same tokens again.
       text: what the tokens say, without special tokens and without the stop string; None without a tokenizer.
       prompt_logprobs: float32 [prompt_len] when asked for; entry 0 is NaN. None when not, or when aborted before.
       logits: float32 [n, V] rows that the tokens were sampled from, when the engine returns them.
+      error: what the tokenizer raised on its tokens, where it ended by "error"; else None.
+      top_ids, top_logprobs: int32, float32 [n, k]: the k likeliest tokens at each place, and their log-probabilities, bit
+        for bit what they have where they are sampled. None when the request did not ask for them.
     """
 
     request_id: str
@@ -42,9 +63,12 @@ class Completion:
     text: str | None = None
     prompt_logprobs: np.ndarray | None = None
     logits: np.ndarray | None = None
+    error: Exception | None = None
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
     def to_json(self) -> dict:
-        """JSON values; floats keep every bit (a float32 is exact as a double). Logits stay out."""
+        """JSON values; floats keep every bit (a float32 is exact as a double). Logits and errors stay out."""
         values = {
             "request_id": self.request_id,
             "index": self.index,
@@ -60,6 +84,9 @@ class Completion:
         if self.logprobs is not None:
             values["logprobs"] = self.logprobs.tolist()
             values["truncated_logprobs"] = self.truncated_logprobs.tolist()
+        if self.top_ids is not None:
+            values["top_ids"] = self.top_ids.tolist()
+            values["top_logprobs"] = self.top_logprobs.tolist()
         if self.prompt_logprobs is not None:
             values["prompt_logprobs"] = [None, *self.prompt_logprobs[1:].tolist()]
         return values
@@ -71,10 +98,14 @@ class Tail:
 
     Attributes:
       token_ids: int32 [n]. logprobs: float32 [n], as a Completion's, whether or not the request asked (0 if the engine computes none).
+      versions: int32 [n], weight version that sampled each token. top_ids, top_logprobs: as a Completion's.
     """
 
     token_ids: np.ndarray
     logprobs: np.ndarray
+    versions: np.ndarray
+    top_ids: np.ndarray | None = None
+    top_logprobs: np.ndarray | None = None
 
 
 @dataclasses.dataclass(frozen=True)

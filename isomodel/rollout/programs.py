@@ -17,9 +17,11 @@ from isomodel import model
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
+from isomodel.rollout.engine_config import EngineConfig
+from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.slots import DEVICE_STOPS
 from isomodel.specs import Params, weight_specs
-from pallas_kernels import environment, sample
+from pallas_kernels import environment, logprob, sample
 
 COPY_PAGES = 16
 """Pages that one copy program moves; more pages take more calls."""
@@ -66,7 +68,7 @@ class Decoding:
 
 @dataclasses.dataclass(frozen=True)
 class Shapes:
-    """What a program's shapes depend on, besides its buckets."""
+    """What a program's shapes depend on, besides its buckets; without top_logprobs nothing is computed for it."""
 
     num_pages: int
     page_size: int
@@ -74,10 +76,24 @@ class Shapes:
     decode_steps: int
     return_logits: bool
     logprobs: bool = True
+    top_logprobs: int = 0
+
+    @classmethod
+    def of(cls, config: EngineConfig) -> Shapes:
+        """Of a resolved config."""
+        return cls(
+            config.num_pages,
+            config.page_size,
+            config.table_width,
+            config.decode_steps,
+            config.return_logits,
+            config.logprobs,
+            config.top_logprobs,
+        )
 
 
-def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling):
-    """(tokens, log-probability, truncated log-probability, logits) of S final hidden rows."""
+def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling) -> Chosen:
+    """What comes of S final hidden rows."""
     logits_SV = model.logits(cfg, numerics, params, hidden_SD)
     tokens_S, logprob_S, truncated_S = sample.sample(
         logits_SV,
@@ -90,7 +106,20 @@ def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampl
         regions=("sample", "logprob" if shapes.logprobs else None),
         impl=numerics.impl,
     )
-    return tokens_S, logprob_S, truncated_S, logits_SV
+    kept_SV = logits_SV[:, : cfg.vocab_size] if shapes.return_logits else None
+    top = _likeliest(numerics, shapes.top_logprobs, logits_SV, sampling.inv_temp_S) if shapes.top_logprobs else ()
+    return Chosen(tokens_S, logprob_S, truncated_S, kept_SV, *top)
+
+
+def _likeliest(numerics, count: int, logits_SV: jax.Array, inv_temp_S: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(token ids, log-probabilities) [S, count], each the bits that the token has when it is the sampled one."""
+    _, ids_Sk = lax.top_k(logits_SV, count)
+    inv_temp_S = jnp.where(inv_temp_S == 0, 1, inv_temp_S)
+
+    def one(ids_S):
+        return logprob.from_logits(logits_SV, ids_S, inv_temp_S, region="logprob", impl=numerics.impl)
+
+    return ids_Sk, lax.map(one, ids_Sk.T).T
 
 
 def mixed_step(
@@ -98,15 +127,11 @@ def mixed_step(
 ):
     """Runs the rows of a batch and samples after each sequence's last row.
 
-    Returns (cache, hidden [T, D], tokens [S], log-probabilities [S], truncated ones [S], logits [S, V] or None).
+    Returns (cache, hidden [T, D], Chosen).
     """
     hidden_TD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
     last_S = jnp.maximum(batch.q_start_S1[1:] - 1, 0)
-    tokens_S, logprob_S, truncated_S, logits_SV = _choose(
-        cfg, numerics, shapes, params, hidden_TD[last_S], batch.kv_len_S, sampling
-    )
-    logits_SV = logits_SV[:, : cfg.vocab_size] if shapes.return_logits else None
-    return cache, hidden_TD, tokens_S, logprob_S, truncated_S, logits_SV
+    return cache, hidden_TD, _choose(cfg, numerics, shapes, params, hidden_TD[last_S], batch.kv_len_S, sampling)
 
 
 def decode_loop(
@@ -116,16 +141,18 @@ def decode_loop(
 
     A sample that stopped runs on as the same row, writing nothing, so that shapes stay and neighbours do not notice.
 
-    Returns (cache, counts [S], tokens [K, S], log-probabilities [K, S], truncated ones [K, S], logits [K, S, V] or
-    None), K = shapes.decode_steps; a sample's first counts[s] entries are its own.
+    Returns (cache, counts [S], Chosen of K = shapes.decode_steps steps); a sample's first counts[s] are its own.
     """
     S = state.tokens_S.shape[0]
     used_S = state.kv_len_S > 0
     q_start_S1 = jnp.minimum(jnp.arange(S + 1, dtype=jnp.int32), jnp.sum(used_S, dtype=jnp.int32))
     empty = jnp.zeros((shapes.decode_steps, S))
-    outputs = [empty.astype(jnp.int32), empty, empty]
+    outputs = Chosen(empty.astype(jnp.int32), empty, empty)
     if shapes.return_logits:
-        outputs.append(jnp.zeros((shapes.decode_steps, S, cfg.vocab_size), jnp.float32))
+        outputs = outputs._replace(logits=jnp.zeros((shapes.decode_steps, S, cfg.vocab_size), jnp.float32))
+    if shapes.top_logprobs:
+        top = jnp.zeros((shapes.decode_steps, S, shapes.top_logprobs), jnp.float32)
+        outputs = outputs._replace(top_ids=top.astype(jnp.int32), top_logprobs=top)
 
     def goes_on(carry):
         k, active_S = carry[0], carry[1]
@@ -139,19 +166,17 @@ def decode_loop(
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
         batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
         hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
-        *results, logits_SV = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
-        if shapes.return_logits:
-            results.append(logits_SV[:, : cfg.vocab_size])
-        outputs = [lax.dynamic_update_index_in_dim(o, r, k, 0) for o, r in zip(outputs, results, strict=True)]
+        chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
+        outputs = jax.tree.map(lambda o, new: lax.dynamic_update_index_in_dim(o, new, k, 0), outputs, chosen)
         counts_S = counts_S + active_S
-        ends_S = jnp.any(results[0][:, None] == state.stops_SE, axis=1) | (counts_S >= state.room_S)
+        ends_S = jnp.any(chosen.tokens[:, None] == state.stops_SE, axis=1) | (counts_S >= state.room_S)
         goes_S = active_S & ~ends_S
-        return k + 1, goes_S, counts_S, jnp.where(goes_S, results[0], tokens_S), cache, outputs
+        return k + 1, goes_S, counts_S, jnp.where(goes_S, chosen.tokens, tokens_S), cache, outputs
 
     active_S = used_S & (state.room_S > 0)
     carry = (jnp.int32(0), active_S, jnp.zeros(S, jnp.int32), state.tokens_S, cache, outputs)
     _, _, counts_S, _, cache, outputs = lax.while_loop(goes_on, step, carry)
-    return cache, counts_S, *outputs, *([] if shapes.return_logits else [None])
+    return cache, counts_S, outputs
 
 
 def copy_pages(cache: KVCache, source_C: jax.Array, destination_C: jax.Array) -> KVCache:
@@ -210,23 +235,40 @@ def _with_rope(cfg, numerics, run):
     return lambda *args: run(*args, model.rope(cfg, numerics))
 
 
-def _compiled_step(cfg, numerics, shapes: Shapes, program, arguments):
-    """`program` of (params, cache, work, sampling), compiled for these arguments; the cache is donated."""
+def _compiled_step(cfg, numerics, shapes: Shapes, program, arguments) -> jax.stages.Compiled:
+    """`program` of (params, cache, work, sampling, rope), compiled for these arguments; the cache is donated."""
     lowered = jax.jit(functools.partial(program, cfg, numerics, shapes), donate_argnums=1).lower(*arguments)
-    options = environment.one_graph() if numerics.impl == "hopper" else None
-    return _with_rope(cfg, numerics, lowered.compile(compiler_options=options))
+    return lowered.compile(compiler_options=environment.one_graph() if numerics.impl == "hopper" else None)
+
+
+@functools.lru_cache(maxsize=256)
+def scratch_bytes(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int) -> int:
+    """Device memory that a step takes beside weights and cache: of the larger one of `mixed_step` and `decode_loop`.
+
+    It does not depend on the number of pages. Compiles both.
+    """
+    most = 0
+    for step, arguments in (
+        (mixed_step, mixed_arguments(cfg, numerics, shapes, T, S)),
+        (decode_loop, decode_arguments(cfg, numerics, shapes, S)),
+    ):
+        found = _compiled_step(cfg, numerics, shapes, step, arguments).memory_analysis()
+        most = max(most, found.temp_size_in_bytes + found.output_size_in_bytes - found.alias_size_in_bytes)
+    return most
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_mixed(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, T: int, S: int):
     """`mixed_step(params, cache, batch, sampling)`, compiled; the cache is donated."""
-    return _compiled_step(cfg, numerics, shapes, mixed_step, mixed_arguments(cfg, numerics, shapes, T, S))
+    arguments = mixed_arguments(cfg, numerics, shapes, T, S)
+    return _with_rope(cfg, numerics, _compiled_step(cfg, numerics, shapes, mixed_step, arguments))
 
 
 @functools.lru_cache(maxsize=256)
 def compiled_decode(cfg: ModelConfig, numerics: Numerics, shapes: Shapes, S: int):
     """`decode_loop(params, cache, state, sampling)`, compiled; the cache is donated."""
-    return _compiled_step(cfg, numerics, shapes, decode_loop, decode_arguments(cfg, numerics, shapes, S))
+    arguments = decode_arguments(cfg, numerics, shapes, S)
+    return _with_rope(cfg, numerics, _compiled_step(cfg, numerics, shapes, decode_loop, arguments))
 
 
 @functools.lru_cache(maxsize=256)

@@ -11,6 +11,7 @@ from collections.abc import Callable
 import jax
 import numpy as np
 
+from isomodel import device_memory
 from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
@@ -29,18 +30,13 @@ class Runner:
 
         Raises:
           ValueError: a weight is missing, unknown, or of another shape or dtype (all are listed).
+          OutOfDeviceMemory: the KV cache does not fit.
         """
         self.cfg, self.numerics, self.config, self.slots = cfg, numerics, config, slots
-        self.shapes = programs.Shapes(
-            num_pages=config.num_pages,
-            page_size=config.page_size,
-            table_width=config.table_width,
-            decode_steps=config.decode_steps,
-            return_logits=config.return_logits,
-            logprobs=config.logprobs,
-        )
+        self.shapes = programs.Shapes.of(config)
         self.params = self.checked(params)
-        self.cache = KVCache.zeros(cfg, config.num_pages, config.page_size, numerics.dtype)
+        self.cache: KVCache | None = None
+        self.take_cache()
 
     def checked(self, params: Params) -> Params:
         """The weights, if they are what the programs were compiled for; see __init__ for what it raises."""
@@ -48,22 +44,34 @@ class Runner:
             raise ValueError("engine: weights do not fit the model: " + "; ".join(faults))
         return dict(params)
 
+    def take_cache(self) -> None:
+        """Takes the memory of the KV cache, unless it is taken. Raises OutOfDeviceMemory."""
+        if self.cache is not None:
+            return
+        c = self.config
+        device_memory.require(
+            c.num_pages * c.page_bytes(self.cfg, self.numerics.dtype),
+            f"engine: a KV cache of {c.num_pages:,} pages of {c.page_size} tokens",
+            "lower kv_memory, num_pages or memory_fraction",
+        )
+        self.cache = KVCache.zeros(self.cfg, c.num_pages, c.page_size, self.numerics.dtype)
+
+    def release_cache(self) -> None:
+        """Gives the memory of the KV cache back, with all keys and values; the next step takes it again."""
+        if self.cache is not None:
+            self.cache.k_LNpKd.delete()
+            self.cache.v_LNpKd.delete()
+            self.cache = None
+
     def _programs(self) -> list[Callable]:
         """Functions that compile everything that a step can need, one program each."""
         c, args = self.config, (self.cfg, self.numerics, self.shapes)
         todo = [functools.partial(programs.compiled_decode, *args, S) for S in c.seq_buckets]
         for T in c.token_buckets:
-            todo += [
-                functools.partial(programs.compiled_mixed, *args, T, S) for S in c.seq_buckets if self._can_happen(T, S)
-            ]
+            todo.append(functools.partial(programs.compiled_mixed, *args, T, c.seq_buckets[-1]))
             if c.prompt_logprobs:
                 todo.append(functools.partial(programs.compiled_score, self.cfg, self.numerics, T))
         return [*todo, functools.partial(programs.compiled_copy, *args)]
-
-    def _can_happen(self, T: int, S: int) -> bool:
-        """Whether a step can be padded to T rows and S sequences: each sequence has a row, all but the chunks one."""
-        fewest = max((s for s in self.config.seq_buckets if s < S), default=0) + 1
-        return fewest <= T
 
     def warmup(self, progress: bool | None = None) -> int:
         """Compiles every program, as many at a time as there are cores; returns how many. Engines of equal shapes in one
@@ -104,6 +112,7 @@ class Runner:
 
     def run(self, plan: Plan) -> StepResult:
         """Copies the plan's pages, runs its rows and samples."""
+        self.take_cache()
         if plan.copies:
             self._copy(plan.copies)
         return self._mixed(plan) if plan.chunks else self._decode(plan)
@@ -150,13 +159,12 @@ class Runner:
         stops_SE[:n] = self.slots.stops_ME[slots]
         state = programs.Decoding(tokens_S, kv_len_S, room_S, stops_SE, self._tables(slots, S), np.int32(plan.steps))
         run = programs.compiled_decode(self.cfg, self.numerics, self.shapes, S)
-        self.cache, *out = run(self.params, self.cache, state, self._sampling(slots, S))
-        counts, tokens, logprobs, truncated, logits = jax.device_get(out)
-        return StepResult(counts, tokens, logprobs, truncated, logits)
+        self.cache, counts, chosen = run(self.params, self.cache, state, self._sampling(slots, S))
+        return StepResult(*jax.device_get((counts, chosen)))
 
     def _mixed(self, plan: Plan) -> StepResult:
-        samples, decode, n = plan.samples, plan.decode, len(plan.samples)
-        T, S = _bucket(self.config.token_buckets, plan.rows), _bucket(self.config.seq_buckets, n)
+        samples, decode = plan.samples, plan.decode
+        T, S = _bucket(self.config.token_buckets, plan.rows), self.config.seq_buckets[-1]
         size = self.shapes.page_size
         slots = np.array([s.slot for s in samples])
         tokens_T, positions_T, seq_T = np.zeros((3, T), np.int32)
@@ -184,11 +192,10 @@ class Runner:
             tokens_T, positions_T, np.where(written_T, slots_T, np.int32(NO_SLOT)), q_start_S1, kv_len_S, tables_SP
         )
         run = programs.compiled_mixed(self.cfg, self.numerics, self.shapes, T, S)
-        self.cache, hidden_TD, *out = run(self.params, self.cache, batch, self._sampling(slots, S))
+        self.cache, hidden_TD, chosen = run(self.params, self.cache, batch, self._sampling(slots, S))
         scored = self._score(plan, hidden_TD, T) if any(not c.sample.request.scored for c in plan.chunks) else None
-        (tokens, logprobs, truncated, logits), scored = jax.device_get((out, scored))
-        logits = None if logits is None else logits[None]
-        return StepResult(np.ones(S, np.int32), tokens[None], logprobs[None], truncated[None], logits, scored)
+        chosen, scored = jax.device_get((chosen, scored))
+        return StepResult(np.ones(S, np.int32), jax.tree.map(lambda x: x[None], chosen), scored)
 
     def _score(self, plan: Plan, hidden_TD: jax.Array, T: int) -> jax.Array:
         """Log-probability of each chunk row's next prompt token (rows without one score token 0; nobody reads it)."""

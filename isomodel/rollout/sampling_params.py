@@ -9,6 +9,11 @@ import numbers
 import numpy as np
 
 MAX_SEED = 2**64 - 1
+MIN_TEMPERATURE = 1e-3
+"""Logits times 1 / temperature are rounded to float32: here to hundredths of a nat, at 1e-6 to whole ones, and from 1e-8 on
+sums of their exponentials overflow: log-probabilities are no numbers then."""
+MAX_TEMPERATURE = 1e30
+"""Far below where 1 / temperature is no normal float32 any more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -16,7 +21,8 @@ class SamplingParams:
     """How the completions of one prompt are sampled.
 
     Attributes:
-      temperature: logits are divided by it; 0 is greedy (and log-probabilities are then at temperature 1).
+      temperature: logits are divided by it, at least MIN_TEMPERATURE; 0 is greedy (and log-probabilities are then at
+        temperature 1).
       top_k: keep the k likeliest tokens; 0 is off.
       top_p: keep the likeliest tokens whose probabilities sum to top_p (nucleus sampling, Holtzman et al. 2020); 1 is
         off.
@@ -30,6 +36,7 @@ class SamplingParams:
       logprobs: return the log-probability of every sampled token.
       prompt_logprobs: return the log-probability of every prompt token but the first, at the same temperature. The
         prefix cache is not read for such a prompt.
+      top_logprobs: return so many of the likeliest tokens at each sampled one, with their log-probabilities; 0 is off.
     """
 
     temperature: float = 1.0
@@ -44,6 +51,7 @@ class SamplingParams:
     n: int = 1
     logprobs: bool = True
     prompt_logprobs: bool = False
+    top_logprobs: int = 0
 
     def __post_init__(self):
         """Raises ValueError listing every field that is out of range."""
@@ -61,8 +69,8 @@ class SamplingParams:
 
         require(_is_real(self.temperature) and self.temperature >= 0, "temperature", "must be a number >= 0")
         if not faults and self.temperature:
-            rule = "has no finite, normal inverse in float32; use 0 for greedy"
-            require(_invertible(self.temperature), "temperature", rule)
+            rule = f"must be 0 (greedy) or from {MIN_TEMPERATURE} to {MAX_TEMPERATURE:g}: float32 cannot tell the rest"
+            require(MIN_TEMPERATURE <= self.temperature <= MAX_TEMPERATURE, "temperature", rule)
         require(_is_int(self.top_k) and 0 <= self.top_k < 2**31, "top_k", "must be an integer >= 0 (0 is off)")
         require(in_range("top_p", 0, 1) and self.top_p > 0, "top_p", "must be above 0 and at most 1 (1 is off)")
         require(in_range("min_p", 0, 1), "min_p", "must be between 0 and 1 (0 is off)")
@@ -81,6 +89,9 @@ class SamplingParams:
             all(_is_int(t) and 0 <= t < 2**31 for t in self.stop_token_ids),
             "stop_token_ids",
             "must hold token ids, integers >= 0",
+        )
+        require(
+            _is_int(self.top_logprobs) and self.top_logprobs >= 0, "top_logprobs", "must be an integer >= 0 (0 is off)"
         )
         require(_is_int(self.n) and self.n >= 1, "n", "must be an integer >= 1")
         for field in ("ignore_eos", "logprobs", "prompt_logprobs"):
@@ -119,12 +130,6 @@ def assigned_seed(engine_seed: int, counter: int) -> int:
 
 def _inverse(temperature: float) -> np.float32:
     return np.float32(1.0) / np.float32(temperature)
-
-
-def _invertible(temperature: float) -> bool:
-    with np.errstate(all="ignore"):
-        inverse = _inverse(temperature)
-    return bool(np.isfinite(inverse)) and inverse >= np.finfo(np.float32).tiny
 
 
 def _is_real(value) -> bool:

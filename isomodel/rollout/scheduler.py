@@ -1,7 +1,8 @@
 """Scheduler: which rows run in the next step, on which pages.
 
-Continuous batching over fixed slots. Every decision is a function of the calls made so far, so one order of requests
-gives one schedule; the schedule itself must not reach a request's bits (tests/isomodel/rollout shows that it does not).
+Continuous batching over fixed slots. Every decision is a function of the calls made so far, but for the number of decode steps
+until the next look, which a clock may bound; the schedule must not reach a request's bits (tests/isomodel/rollout shows that
+it does not).
 
 - Admission is first come, first served. A sample is admitted with pages for all its known tokens.
 - A step runs one row of every decoding sample, and at most `chunk_tokens` prompt rows, oldest sample first.
@@ -23,9 +24,15 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import PagePool, extend_keys
 from isomodel.rollout.sequence import Request, Sample
 from isomodel.rollout.slots import SlotTable
+
+IDLE_SHARE = 1 / 16
+"""Of the rows of a batch, while others wait for their room: more idle rows are worth a look."""
+MEMORY = 0.97
+"""What a decode step leaves of the rate of stops before it."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,15 +74,12 @@ class StepResult:
 
     Attributes:
       counts_S: int32, steps in which the sample got a token (a prefix of the K).
-      tokens_KS: int32. logprobs_KS, truncated_KS: float32.
-      logits_KSV: float32 or None. prompt_logprobs_T: float32 or None, of each row's next prompt token.
+      chosen: arrays of every step, with leading axes K, S.
+      prompt_logprobs_T: float32 or None, of each row's next prompt token.
     """
 
     counts_S: np.ndarray
-    tokens_KS: np.ndarray
-    logprobs_KS: np.ndarray
-    truncated_KS: np.ndarray
-    logits_KSV: np.ndarray | None = None
+    chosen: Chosen
     prompt_logprobs_T: np.ndarray | None = None
 
 
@@ -116,6 +120,8 @@ class Scheduler:
         self.version = version
         self.waiting: collections.deque[Sample] = collections.deque()
         self.running: list[Sample] = []  # in order of admission
+        self.most_steps = decode_steps  # until the next look: whoever has a clock sets it
+        self._stops = 0.0  # samples that a token or a string ends, a decode step, lately
         self.admit_new = True  # False: only samples that have begun are admitted again
         self.stats = SchedulerStats()
         self._holding: dict[str, Request] = {}  # requests that hold prompt pages, oldest first
@@ -256,7 +262,10 @@ class Scheduler:
             last = min(sample.count + steps - 1, sample.request.limit - 1)
             return max(0, self.pool.pages_for(last) - len(sample.pages))
 
-        steps = min(self.decode_steps, max(s.request.limit - s.count for s in decode))
+        room_S = np.array([s.request.limit - s.count for s in decode])
+        steps = min(self.decode_steps, self.most_steps, int(room_S.max()))
+        if self._next_waiting() is not None:
+            steps = self._worthwhile(steps, room_S)
         while steps > 1 and sum(wanted(s, steps) for s in decode) > self.pool.available:
             steps //= 2
         for sample in decode:
@@ -265,6 +274,13 @@ class Scheduler:
                 sample.pages += self.pool.allocate(extra)
                 self.slots.set_pages(sample, have)
         return steps
+
+    def _worthwhile(self, steps: int, room_S: np.ndarray) -> int:
+        """Most steps, up to `steps`, after which samples that have ended will have idled no more than IDLE_SHARE of the rows:
+        those that reach their limit, at known steps, and those that stop before, as often as lately."""
+        after_N = np.arange(1, steps + 1)
+        idle_N = np.maximum(0, after_N[:, None] - room_S).sum(axis=1) + self._stops * after_N**2 / 2
+        return max(1, int((idle_N <= IDLE_SHARE * len(room_S) * after_N).sum()))
 
     def _preempt(self, sample: Sample) -> None:
         assert sample is self.running[-1]
@@ -308,11 +324,11 @@ class Scheduler:
 
     def update(self, plan: Plan, result: StepResult) -> list[Sample]:
         """Takes in what a step brought; returns the samples that finished, in row order, already off their slots."""
-        logits, finished = result.logits_KSV, []
+        finished, n_decode = [], len(plan.decode)
         for i, sample in enumerate(plan.decode):
             n = result.counts_S[i]
             before = sample.count
-            self._accept(sample, result, i, n, logits)
+            self._accept(sample, result, i, n)
             sample.computed += sample.count - before
             self.stats.decode_rows += int(n)
         row = len(plan.decode)
@@ -333,7 +349,11 @@ class Scheduler:
                 if request.unattached:
                     self._hold(request, sample.pages[: self.pool.pages_for(sample.prompt_len)])
             if end == sample.count:
-                self._accept(sample, result, i, 1, logits)
+                self._accept(sample, result, i, 1)
+        if n_decode:
+            steps = max(1, int(result.counts_S[:n_decode].max()))
+            stops = sum(s.finish_reason == "stop" for s in plan.decode) / steps
+            self._stops += (stops - self._stops) * (1 - MEMORY**steps)
         for sample in plan.samples:
             sample.kv_ready = max(sample.kv_ready, sample.computed)
             if self.prefix_cache:
@@ -344,14 +364,9 @@ class Scheduler:
                 self._retire(sample)
         return finished
 
-    def _accept(self, sample: Sample, result: StepResult, i: int, n: int, logits) -> None:
-        sample.accept(
-            result.tokens_KS[:n, i],
-            result.logprobs_KS[:n, i],
-            result.truncated_KS[:n, i],
-            self.version,
-            None if logits is None else logits[:n, i],
-        )
+    def _accept(self, sample: Sample, result: StepResult, i: int, n: int) -> None:
+        """The first n tokens of the plan's sample number i."""
+        sample.accept(Chosen(*(x if x is None else x[:n, i] for x in result.chosen)), self.version)
 
     def _register(self, sample: Sample) -> None:
         """Tells the prefix cache of the pages that the sample has filled."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from isomodel.rollout.detokenizer import StopStrings
+from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import Key
 from isomodel.rollout.sampling_params import SamplingParams, sample_key
 
@@ -75,11 +76,13 @@ class Sample:
       tokens: int32 buffer, prompt first; `count` of it are known.
       logprobs, truncated, versions: float32, float32, int32 buffers, one entry for each sampled token.
       logits: float32 rows [V] of the sampled tokens, when the engine returns them.
+      top_ids, top_logprobs: rows [k] of the likeliest tokens at each sampled one, when the request asks for them.
       pages: its pages in order; `keys` names the full ones, the first `registered` of them are known to the cache.
       slot: its place in the slot table, -1 when not running.
       attached: it has pages; a running sample without waits to fork from its request's leader.
       begun: it was admitted once under the weights of now.
-      finish_reason: None, "stop", "length" or "abort"; `stop_reason`: the token id or string that ended it.
+      finish_reason: None, "stop", "length", "abort" or "error"; `stop_reason`: the token id or string that ended it.
+      error: what its own text raised, which ends it alone; or None.
     """
 
     def __init__(self, request: Request, index: int):
@@ -89,6 +92,8 @@ class Sample:
         self.count = len(request.prompt)
         self.logprobs = self.truncated = self.versions = None
         self.logits: list[np.ndarray] = []
+        self.top_ids: list[np.ndarray] = []
+        self.top_logprobs: list[np.ndarray] = []
         self.computed = self.kv_ready = self.registered = 0
         self.pages: list[int] = []
         self.keys: list[Key] = []
@@ -96,6 +101,7 @@ class Sample:
         self.attached = self.begun = False
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
+        self.error: Exception | None = None
         self.stop_strings: StopStrings | None = None
         self._new_text()
 
@@ -125,19 +131,18 @@ class Sample:
     def restart(self) -> None:
         """Forgets every sampled token; the seed stays, so the same weights would give the same tokens again."""
         self.count = self.prompt_len
-        self.logits.clear()
+        for rows in (self.logits, self.top_ids, self.top_logprobs):
+            rows.clear()
         self._new_text()
 
-    def accept(
-        self, tokens: np.ndarray, logprobs: np.ndarray, truncated: np.ndarray, version: int, logits=None
-    ) -> None:
+    def accept(self, chosen: Chosen, version: int) -> None:
         """Appends sampled tokens up to the one that ends the sample, and sets `finish_reason` if one does.
 
         Args:
-          tokens: int32 [k]; logprobs, truncated: float32 [k]; logits: float32 [k, V] or None.
+          chosen: of this sample alone, arrays with one leading axis, the steps.
           version: the weights that sampled them.
         """
-        request = self.request
+        request, tokens = self.request, chosen.tokens
         if self.logprobs is None:  # buffers are made once the sample runs, not for everyone in the queue
             room = request.limit - self.prompt_len
             self.tokens = np.concatenate([request.prompt, np.zeros(room, np.int32)])
@@ -150,17 +155,24 @@ class Sample:
                 if token in request.stop_ids:
                     self.stop_reason = token
                 elif self.stop_strings:
-                    self.stop_reason = self.stop_strings.push(token)
+                    try:
+                        self.stop_reason = self.stop_strings.push(token)
+                    except Exception as e:  # of the tokenizer: it must not reach the neighbours
+                        self.error, self.finish_reason, n = e, "error", i + 1
+                        break
                 if self.stop_reason is not None:
                     self.finish_reason, n = "stop", i + 1
                     break
         start = self.generated
         self.tokens[self.count : self.count + n] = tokens[:n]
-        self.logprobs[start : start + n] = logprobs[:n]
-        self.truncated[start : start + n] = truncated[:n]
+        self.logprobs[start : start + n] = chosen.logprobs[:n]
+        self.truncated[start : start + n] = chosen.truncated[:n]
         self.versions[start : start + n] = version
-        if logits is not None:
-            self.logits.extend(logits[:n])
+        if chosen.logits is not None:
+            self.logits.extend(chosen.logits[:n])
+        if k := request.params.top_logprobs:
+            self.top_ids.extend(chosen.top_ids[:n, :k])
+            self.top_logprobs.extend(chosen.top_logprobs[:n, :k])
         self.count += n
         if self.finish_reason is None and self.count == request.limit:
             self.finish_reason = "length"

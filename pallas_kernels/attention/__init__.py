@@ -11,12 +11,15 @@ import functools
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 
 from pallas_kernels import registry
 
 BLOCK = 128
 """Positions that page tables are padded to: every KV block divides it, as every page does."""
 SPLIT = 2048
+SAVED = "attention"
+"""Name, for the policies of jax.checkpoint, of what a backward needs of a forward besides its arguments."""
 Work = tuple[jax.Array, ...]
 """What `work_list` gives: int32 arrays whose meaning is the implementation's own."""
 
@@ -108,6 +111,7 @@ def _iso_fwd(impl, q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP,
         raise NotImplementedError("no gradient through stacked pages: training uses pages of one layer")
     module = registry.implementation("attention", impl)
     o_THd, lse_TH = module.attention(q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, None, work)
+    o_THd, lse_TH = checkpoint_name((o_THd, lse_TH), SAVED)
     return o_THd, (q_THd, k_pages, v_pages, q_start_S1, kv_len_S, page_table_SP, o_THd, lse_TH)
 
 

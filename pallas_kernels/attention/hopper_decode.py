@@ -21,7 +21,18 @@ from pallas_kernels.attention import hopper_rows
 from pallas_kernels.attention.hopper_shared import groups
 from pallas_kernels.attention.hopper_softmax import COLUMNS, ROW, Total, finish, full, merge
 from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
-from pallas_kernels.attention.hopper_walk import LANES, Memory, Open, Turns, copy_q, drain, fetch, q_scratch, walk
+from pallas_kernels.attention.hopper_walk import (
+    LANES,
+    Memory,
+    Open,
+    Turns,
+    clear_q,
+    copy_q,
+    drain,
+    fetch,
+    q_scratch,
+    walk,
+)
 from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import FEW, Few
 
@@ -155,10 +166,11 @@ def _call(
 
             def copy(i):
                 tile, _, _, head = item(i)
-                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head)
+                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head, tile.tokens)
 
             @pl.when(trips > 0)
             def _first_q():
+                clear_q(q_memory, pair)
                 copy(jnp.int32(0))
 
             def one_item(i, count):
@@ -221,7 +233,7 @@ def _call(
         out_type=out_type,
         scratch_types=dict(
             scratch=[
-                q_scratch(shape, pairs),
+                q_scratch(shape, pairs, one=True),
                 plgpu.SMEM((pairs, slots, shape.block, d), jnp.bfloat16, transforms=mosaic.TILED),
                 plgpu.Barrier(num_arrivals=shape.pieces, num_barriers=pairs * slots),
                 plgpu.Barrier(num_barriers=pairs * slots),

@@ -434,35 +434,54 @@ def walk(
     return total, split, count + 2
 
 
-def q_scratch(shape: Shape, warpgroups: int):
-    """Shared memory of the q tiles, twice: as a wgmma sees them, [warpgroups, d / 64, 64, 64], and as a copy does: for each
-    warpgroup and 64 columns [tokens, G, 64], which are the first rows of the 64."""
+def q_scratch(shape: Shape, warpgroups: int, one: bool = False):
+    """Shared memory of the q tiles, in several views: as a wgmma sees them, [warpgroups, d / 64, 64, 64]; as a copy of a whole
+    tile does, for each warpgroup and 64 columns [tokens, G, 64], which are the first rows of the 64; and where `one`, as a copy
+    of a single token does."""
     chunks = shape.d // 64
     if mosaic.interpreting():  # where two views are two buffers
-        return plgpu.SMEM((warpgroups, chunks, ROWS // shape.G, shape.G, 64), jnp.bfloat16), []
-    part = plgpu.SMEM((shape.tokens, shape.G, 64), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
-    gap = ROWS * 64 - -(-shape.tokens * shape.G // 8) * 8 * 64  # parts are aligned to 8 rows
-    parts = [
-        [[part, plgpu.SMEM((gap,), jnp.bfloat16)] if gap else [part] for _ in range(chunks)] for _ in range(warpgroups)
-    ]
-    return plgpu.RefUnion(plgpu.SMEM((warpgroups, chunks, ROWS, 64), jnp.bfloat16, transforms=mosaic.TILED), parts)
+        return [plgpu.SMEM((warpgroups, chunks, ROWS // shape.G, shape.G, 64), jnp.bfloat16)]
+
+    def of(tokens: int):
+        part = plgpu.SMEM((tokens, shape.G, 64), jnp.bfloat16, transforms=(plgpu.SwizzleTransform(128),))
+        gap = ROWS * 64 - -(-tokens * shape.G // 8) * 8 * 64  # parts are aligned to 8 rows
+        return [[[part, plgpu.SMEM((gap,), jnp.bfloat16)] if gap else [part] for _ in range(chunks)] for _ in range(warpgroups)]
+
+    whole = plgpu.SMEM((warpgroups, chunks, ROWS, 64), jnp.bfloat16, transforms=mosaic.TILED)
+    return plgpu.RefUnion(whole, of(shape.tokens), *([of(1)] if one else []))
 
 
-def copy_q(shape: Shape, q_g, q_scratch, barrier, me, token, head) -> None:
-    """Starts the copy of 64 rows of q from `token` on to the memory of warpgroup `me`."""
+def clear_q(q_scratch, me) -> None:
+    """Zeros in all rows of warpgroup `me`: those that no query fills cost the tensor core less power than what lay there."""
+    q_s = q_scratch[0].at[me]
+    if mosaic.interpreting():
+        return
+    for c in range(q_s.shape[0]):
+        part = q_s.at[c]
+        part[...] = full(0, (ROWS, 64), jnp.bfloat16)
+    plgpu.commit_smem()
 
-    def copy(c, to):
-        at = (pl.ds(token, shape.tokens), pl.ds(head * shape.G, shape.G), pl.ds(64 * c, 64))
-        plgpu.copy_gmem_to_smem(q_g.at[at], to, barrier)
 
-    q_s, parts = q_scratch
-    for w, chunks in enumerate(parts):
+def copy_q(shape: Shape, q_g, q_scratch, barrier, me, token, head, tokens=None) -> None:
+    """Starts the copy of rows of q from `token` on to the memory of warpgroup `me`: of 64, or of one token where `tokens` is 1.
+
+    A tile of decode has one token, 4 rows of 64: the others' copies would be an eighth of what the multiprocessor reads.
+    """
+    q_s, *views = q_scratch
+    if mosaic.interpreting():
+        views = [[[[q_s.at[w, c]] for c in range(q_s.shape[1])] for w in range(q_s.shape[0])]]
+        views += [[[[q_s.at[w, c, pl.ds(0, 1)]] for c in range(q_s.shape[1])] for w in range(q_s.shape[0])]]
+
+    def copy(view, w: int, count: int):
+        for c, (part, *_) in enumerate(view[w]):
+            at = (pl.ds(token, count), pl.ds(head * shape.G, shape.G), pl.ds(64 * c, 64))
+            plgpu.copy_gmem_to_smem(q_g.at[at], part, barrier)
+
+    for w in range(q_s.shape[0]):
 
         @pl.when(me == w)
-        def _copy(chunks=chunks):
-            for c, (part, *_) in enumerate(chunks):
-                copy(c, part)
-
-    if not parts:
-        for c in range(shape.d // 64):
-            copy(c, q_s.at[me, c])
+        def _copy(w=w):
+            if tokens is None:
+                copy(views[0], w, shape.tokens)
+            else:
+                lax.cond(tokens == 1, lambda: copy(views[1], w, 1), lambda: copy(views[0], w, shape.tokens))

@@ -62,6 +62,17 @@ def tree(x_TK: jax.Array, w_NK: Weight | jax.Array, *, region: str, impl: str, c
 
 
 def _gemm(x, w, leaves, parallel, region, impl, out_dtype, contract_dims=1):
+    module, w, K, out_dtype = prepared(x, w, leaves, parallel, region, impl, out_dtype, contract_dims)
+    if impl == "native":
+        return module.gemm(x.reshape(-1, K), w, out_dtype)
+    return _iso(impl, leaves, parallel, out_dtype, x, w.value, w.layer, w.master)
+
+
+def prepared(x, w, leaves: int, parallel: str, region: str, impl: str, out_dtype=None, contract_dims: int = 1):
+    """(implementation, Weight, K, dtype of the result) of a GEMM whose operands are checked and whose region is recorded.
+
+    For ops that multiply inside a kernel of their own; arguments and errors as in `chain` and `tree`.
+    """
     w = as_weight(w)
     K = math.prod(w.shape[-contract_dims:])
     if x.shape[1:] not in ((K,), w.shape[-contract_dims:]):
@@ -71,9 +82,7 @@ def _gemm(x, w, leaves, parallel, region, impl, out_dtype, contract_dims=1):
     out_dtype = jnp.dtype(out_dtype or x.dtype)
     module = registry.implementation("gemm", impl)
     registry.record(region, module.entry(math.prod(w.shape) // K, K, leaves, parallel, x.dtype, out_dtype))
-    if impl == "native":
-        return module.gemm(x.reshape(-1, K), w, out_dtype)
-    return _iso(impl, leaves, parallel, out_dtype, x, w.value, w.layer, w.master)
+    return module, w, K, out_dtype
 
 
 # Operands come as they are and are flattened inside: what the backward keeps is then an array that exists anyway, and a loop

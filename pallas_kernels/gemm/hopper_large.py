@@ -46,6 +46,7 @@ from jax import lax
 from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 
 from pallas_kernels import mosaic
+from pallas_kernels.gemm import hopper_gated
 from pallas_kernels.gemm.schedules import Schedule
 
 STEP = 64
@@ -85,9 +86,23 @@ class Epilogue:
     barriers: bool = True
 
 
-def store(T: int, N: int, out_dtype, schedule: Schedule, filled_N: int | None = None, fill: float = 0.0) -> Epilogue:
-    """The plain epilogue: rounds once to `out_dtype` and stores [T, filled_N]; columns N.. are `fill`."""
+def store(
+    T: int,
+    N: int,
+    out_dtype,
+    schedule: Schedule,
+    filled_N: int | None = None,
+    fill: float = 0.0,
+    gate: Callable | None = None,
+) -> Epilogue:
+    """The plain epilogue: rounds once to `out_dtype` and stores [T, filled_N]; columns N.. are `fill`.
+
+    With `gate`, of a tile's columns of gates and ups (`matmul`) gate(gates, ups, layout), both rounded and in registers, is
+    stored: [T, N] for N of each.
+    """
     wg_m, wg_n = schedule.warpgroup_tile
+    per_column = 2 if gate else 1
+    wg_n //= per_column
     width = filled_N or N
     itemsize = jnp.dtype(out_dtype).itemsize
     columns = math.gcd(128 // itemsize, wg_n)  # one swizzled row
@@ -114,10 +129,15 @@ def store(T: int, N: int, out_dtype, schedule: Schedule, filled_N: int | None = 
                 if width > N:
                     n_mn = plgpu.broadcasted_iota(jnp.int32, y_mn.shape, 1, layout=plgpu.Layout.WGMMA) + (tile.col + j)
                     y_mn = jnp.where(n_mn < N, y_mn, fill)
-                slot[...] = y_mn.astype(out_dtype)
+                y_mn = y_mn.astype(out_dtype)
+                if gate:
+                    up_mn = acc_mn[i : i + 64, wg_n + j : wg_n + j + columns].astype(out_dtype)
+                    y_mn = gate(y_mn, up_mn, plgpu.Layout.WGMMA)
+                slot[...] = y_mn
             plgpu.commit_smem()
+            col = pl.multiple_of(lax.div(tile.col, 2), wg_n) if gate else tile.col
             for slot, i, j in group:
-                plgpu.copy_smem_to_gmem(slot, y_TN.at[pl.ds(tile.row + i, 64), pl.ds(tile.col + j, columns)])
+                plgpu.copy_smem_to_gmem(slot, y_TN.at[pl.ds(tile.row + i, 64), pl.ds(col + j, columns)])
 
     return Epilogue(
         run,
@@ -156,7 +176,14 @@ def _added(sums: tuple, part_mn: jax.Array) -> tuple:
 
 
 def matmul(
-    x_TK: jax.Array, value: jax.Array, layer: jax.Array | None, leaves: int, columns: int, epilogue: Epilogue, schedule: Schedule
+    x_TK: jax.Array,
+    value: jax.Array,
+    layer: jax.Array | None,
+    leaves: int,
+    columns: int,
+    epilogue: Epilogue,
+    schedule: Schedule,
+    gated: bool = False,
 ) -> tuple[jax.Array, ...]:
     """Runs `epilogue` on every tile of y = x w^T.
 
@@ -168,12 +195,19 @@ def matmul(
       columns: columns that tiles cover: N, or more (the weight's rows past N are zeros).
       epilogue: see the module's docstring.
       schedule: see `Schedule`.
+      gated: the weight is [2, N / 2, K] of gates and ups, or [L, 2, N / 2, K], and the first half of a tile's columns are gates
+        and the second their ups.
 
     Returns:
       The epilogue's outputs.
+
+    Raises:
+      ValueError: gates and ups with a schedule that gives them to two consumers, or not in eights.
     """
     T, K = x_TK.shape
     s = schedule
+    if gated and (s.split == "n" or s.tile_n % 16):
+        raise ValueError(f"no gates and ups with {s}: consumers must divide the rows, and half of tile_n be a multiple of 8")
     wg_m, wg_n = s.warpgroup_tile
     per_leaf = K // STEP // leaves
     per_tile = per_leaf * leaves
@@ -224,8 +258,12 @@ def matmul(
                         full.at[slot],
                         collective_axes="cn" if s.cluster[1] > 1 else None,
                     )
+                    if gated:
+                        source = hopper_gated.columns(w_g, lead[0] if lead else None, col, s.tile_n, at_k)
+                    else:
+                        source = w_g.at[(*lead, pl.ds(col, s.tile_n), at_k)]
                     plgpu.copy_gmem_to_smem(
-                        w_g.at[(*lead, pl.ds(col, s.tile_n), at_k)],
+                        source,
                         ws.at[slot],
                         full.at[slot],
                         collective_axes="cm" if s.cluster[0] > 1 else None,
@@ -252,6 +290,8 @@ def matmul(
                 plgpu.barrier_wait(full.at[slot])
                 x_mk = xs.at[slot, mine] if s.split == "m" else xs.at[slot]
                 w_nk = ws.at[slot, mine] if s.split == "n" else ws.at[slot]
+                if gated:
+                    w_nk = hopper_gated.flat(w_nk)
                 plgpu.wgmma(acc, x_mk, w_nk.transpose((1, 0)))
 
             def total(n, slot, under=()):
@@ -344,7 +384,9 @@ def matmul(
     empty = dict(num_arrivals=s.consumers, num_barriers=s.steps)
     scratch_types = [
         plgpu.SMEM((s.steps, s.tile_m, STEP), x_TK.dtype, transforms=mosaic.TILED),
-        plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
+        hopper_gated.columns_of(s.steps, s.tile_n, STEP)
+        if gated
+        else plgpu.SMEM((s.steps, s.tile_n, STEP), x_TK.dtype, transforms=mosaic.TILED),
         plgpu.Barrier(num_arrivals=2, num_barriers=s.steps),
         plgpu.ClusterBarrier(collective_axes=axes, **empty) if clustered else plgpu.Barrier(**empty),
         *([plgpu.Barrier(num_arrivals=1, num_barriers=s.consumers)] if turns else []),
@@ -363,4 +405,6 @@ def matmul(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not epilogue.barriers),
         **cluster,
     )
+    if gated:
+        value = hopper_gated.flat_stack(value, s.tile_n)
     return run(x_TK, value, *(() if layer is None else (layer.reshape(1),)), *epilogue.inputs)

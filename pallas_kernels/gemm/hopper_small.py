@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import jax
 import jax.experimental.pallas as pl
@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from pallas_kernels import mosaic
+from pallas_kernels.gemm import hopper_gated
 
 MAX_TOKENS = 256
 WGMMA_ROWS = 64
@@ -179,13 +180,13 @@ def schedule_for(T: int, N: int, K: int, leaves: int) -> Schedule:
     return dataclasses.replace(s, split=min(s.split, leaves))
 
 
-def fitted(s: Schedule, leaves: int, out_dtype) -> Schedule:
+def fitted(s: Schedule, leaves: int, out_dtype, gated: bool = False) -> Schedule:
     """The schedule with as many of its stages as shared memory holds beside results of this dtype."""
-    stages = next((n for n in range(s.stages, 1, -1) if smem_bytes(s, leaves, out_dtype, n) <= SMEM_BYTES), s.stages)
-    return dataclasses.replace(s, stages=stages)
+    fits = lambda n: smem_bytes(s, leaves, out_dtype, n, gated) <= SMEM_BYTES  # noqa: E731
+    return dataclasses.replace(s, stages=next((n for n in range(s.stages, 1, -1) if fits(n)), s.stages))
 
 
-def fault(T, N, K, leaves, columns, s: Schedule, out_dtype) -> str | None:
+def fault(T, N, K, leaves, columns, s: Schedule, out_dtype, gated: bool = False) -> str | None:
     """Why the kernel cannot serve these shapes with this schedule; None if it can."""
     faults = {
         f"tokens must be 1..{MAX_TOKENS}": not 1 <= T <= MAX_TOKENS,
@@ -196,21 +197,22 @@ def fault(T, N, K, leaves, columns, s: Schedule, out_dtype) -> str | None:
         "tokens of a program must be a multiple of 8, at most 256": s.tokens % 8 or not 8 <= s.tokens <= MAX_TOKENS,
         "split must be a power of two that divides leaves": s.split < 1 or leaves % s.split or s.split & (s.split - 1),
         "tokens must fall into whole eights for each program that owns some": s.split > 1 and s.tokens & (s.tokens - 1),
-        "join must divide the eights of rows": min(s.rows, WGMMA_ROWS) // 8 % s.join,
+        "join must divide the eights of rows": min(s.rows, WGMMA_ROWS) // (16 if gated else 8) % s.join,
         "a cluster has 8 programs at most": s.split * s.join > 8,
         "a split program has one tile": s.split > 1 and s.programs,
-        "not even two stages fit in shared memory": smem_bytes(s, leaves, out_dtype, s.stages) > SMEM_BYTES,
+        "not even two stages fit in shared memory": smem_bytes(s, leaves, out_dtype, s.stages, gated) > SMEM_BYTES,
+        "gates and ups are whole chains rounded to bfloat16": gated and (leaves > 1 or columns > N or out_dtype != jnp.bfloat16),
         "out_dtype must be bfloat16 or float32": out_dtype not in (jnp.bfloat16, jnp.float32),
     }
     return next((text for text, holds in faults.items() if holds), None)
 
 
-def smem_bytes(s: Schedule, leaves: int, out_dtype, stages: int) -> int:
+def smem_bytes(s: Schedule, leaves: int, out_dtype, stages: int, gated: bool = False) -> int:
     """Shared memory of a program: loads in flight, sums from other programs or else staged output, sums that wait, barriers."""
     rows = s.warpgroups * WGMMA_ROWS
     ring = stages * ((rows + s.tokens) * s.k_tile * 2 + 16)
     end = s.owned * (4 * s.received if s.split > 1 else jnp.dtype(out_dtype).itemsize)
-    return ring + rows * (end + 4 * s.waiting(leaves) * s.tokens) + 1024
+    return ring + rows * (end // (2 if gated else 1) + 4 * s.waiting(leaves) * s.tokens) + 1024
 
 
 def _tiles(width: int, itemsize: int) -> tuple:
@@ -219,13 +221,15 @@ def _tiles(width: int, itemsize: int) -> tuple:
     return (plgpu.TilingTransform((8, width)), *([plgpu.SwizzleTransform(swizzle)] if swizzle > 16 else []))
 
 
-def _scratch(s: Schedule, leaves: int, columns: int, out_dtype) -> dict:
+def _scratch(s: Schedule, leaves: int, columns: int, out_dtype, gated: bool) -> dict:
     """Shared memory and barriers of a program, by the names that the kernel's body gives them."""
+    per_column = 2 if gated else 1
     # TMA stores whole tiles of the layout in shared memory.
-    y_tiles = _tiles(math.gcd(columns, s.rows, 128 // out_dtype.itemsize), out_dtype.itemsize)
+    y_tiles = _tiles(math.gcd(columns, min(s.rows, WGMMA_ROWS) // per_column, 128 // out_dtype.itemsize), out_dtype.itemsize)
+    w_s = plgpu.SMEM((s.stages, s.warpgroups * WGMMA_ROWS, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED)
     scratch = {
         "x_s": plgpu.SMEM((s.stages, s.tokens, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED),
-        "w_s": plgpu.SMEM((s.stages, s.warpgroups * WGMMA_ROWS, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED),
+        "w_s": hopper_gated.rows_of(s.stages, s.warpgroups, s.k_tile) if gated else w_s,
         "full": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
         # A slot is free when every program that shares one of its loads has read it.
         "empty": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=s.warpgroups, num_barriers=s.stages),
@@ -233,7 +237,8 @@ def _scratch(s: Schedule, leaves: int, columns: int, out_dtype) -> dict:
     if s.waiting(leaves):
         shape = (s.waiting(leaves), s.warpgroups, WGMMA_ROWS, s.tokens)
         scratch["waiting_s"] = plgpu.SMEM(shape, jnp.float32, transforms=_tiles(min(s.tokens, 32), 4))
-    y_s = lambda owned: plgpu.SMEM((s.warpgroups, owned, WGMMA_ROWS), out_dtype, transforms=y_tiles)  # noqa: E731
+    y_shape = lambda owned: (s.warpgroups, owned, WGMMA_ROWS // per_column)  # noqa: E731
+    y_s = lambda owned: plgpu.SMEM(y_shape(owned), out_dtype, transforms=y_tiles)  # noqa: E731
     scratch["end_s"] = y_s(s.owned)
     if s.split > 1:
         # A warpgroup's output overwrites what it has received, so both are of one size.
@@ -267,6 +272,7 @@ def small_gemm(
     *,
     columns: int | None = None,
     fill: float = 0.0,
+    gate: Callable | None = None,
     schedule: Schedule | None = None,
 ) -> jax.Array:
     """y = x w^T for few tokens.
@@ -279,6 +285,8 @@ def small_gemm(
       out_dtype: bfloat16 or float32.
       columns: columns of the result, a multiple of 8, N or more; N by default.
       fill: what the columns from N on hold.
+      gate: given with a weight [2, N, K] of gates and ups, or [L, 2, N, K], and only then: y is gate(gates, ups, layout), both
+        bf16 [N, T] as the plain GEMM rounds them, in registers, and so is the result. Of a schedule's rows one half are gates.
       schedule: how to cut it; the table's choice by default.
 
     Returns:
@@ -297,25 +305,29 @@ def small_gemm(
             out_dtype,
             columns=columns,
             fill=fill,
+            gate=gate,
             schedule=schedule,
         )
         return padded[:T]
     N = value.shape[-2]
     columns = columns or N
     out_dtype = jnp.dtype(out_dtype)
-    s = fitted(schedule or schedule_for(T, N, K, leaves), leaves, out_dtype)
-    reason = fault(T, N, K, leaves, columns, s, out_dtype)
+    gated = gate is not None
+    per_column = 2 if gated else 1  # rows of the weight
+    s = fitted(schedule or schedule_for(T, N * per_column, K, leaves), leaves, out_dtype, gated)
+    reason = fault(T, N, K, leaves, columns, s, out_dtype, gated)
     if reason:
         raise ValueError(f"small_gemm of {T} tokens, N {N}, K {K}, {leaves} leaves, {s}: {reason}")
     stacked = layer is not None
     blocks = -(-T // s.tokens)
     join = min(s.join, blocks)
-    tiles = -(-columns // s.rows)
+    tiles = -(-columns // (s.rows // per_column))
     programs = min(s.programs or tiles, tiles)
     chains = leaves // s.split
     per_chain = K // leaves // s.k_tile
     steps = per_chain * chains
     rows = min(s.rows, WGMMA_ROWS)
+    width, most_columns = rows // per_column, WGMMA_ROWS // per_column  # columns of y of a warpgroup
     owned = s.owned
     owners = s.tokens // owned
     waits_in_smem = range(1, 1 + s.waiting(leaves))  # levels of the tree
@@ -327,7 +339,7 @@ def small_gemm(
         count = lax.div(tiles - program + programs - 1, programs)
 
         def tile(t):
-            return (program + t * programs) * s.rows
+            return (program + t * programs) * (s.rows // per_column)
 
         def scoped(x_s, w_s, full, empty, end_s, waiting_s=None, arrived=None):
             y_s, parts_s = end_s if s.split > 1 else (end_s, None)
@@ -347,9 +359,15 @@ def small_gemm(
                     def _():
                         plgpu.barrier_wait(empty.at[slot])
 
+                    first = tile(lax.div(i, steps))
+                    if gated:
+                        source, target = hopper_gated.rows(w_g, index[0] if stacked else None, first, s.rows, at_k, w_s.at[slot])
+                    else:
+                        source = w_g.at[(*index, pl.ds(first, s.rows), at_k)]
+                        target = w_s.at[slot] if s.rows >= WGMMA_ROWS else w_s.at[slot, pl.ds(0, rows)]
                     plgpu.copy_gmem_to_smem(
-                        w_g.at[(*index, pl.ds(tile(lax.div(i, steps)), s.rows), at_k)],
-                        w_s.at[slot] if s.rows >= WGMMA_ROWS else w_s.at[slot, pl.ds(0, rows)],
+                        source,
+                        target,
                         full.at[slot],
                         collective_axes="block" if join > 1 else None,
                         oob_mode=mosaic.STREAM,
@@ -379,7 +397,10 @@ def small_gemm(
                     def step(j, carry):
                         slot = lax.rem(first + j, s.stages)
                         plgpu.barrier_wait(full.at[slot])
-                        w_tile = w_s.at[slot, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)]
+                        if gated:
+                            w_tile = hopper_gated.operand(w_s.at[slot], wg)
+                        else:
+                            w_tile = w_s.at[slot, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)]
                         plgpu.wgmma(acc, w_tile, x_s.at[slot].transpose((1, 0)))
                         plgpu.wgmma_wait(1)
 
@@ -409,19 +430,23 @@ def small_gemm(
 
             def store(y_NT, first, at_token):
                 """Rounds, turns and writes one warpgroup's result, [64, tokens], to columns first.. of y."""
+                tokens = y_NT.shape[1]
                 if columns > N:
                     n_NT = plgpu.broadcasted_iota(jnp.int32, y_NT.shape, 0, layout=plgpu.Layout.WGMMA) + first
                     y_NT = jnp.where(n_NT < N, y_NT, jnp.float32(fill))
                 plgpu.wait_smem_to_gmem(0, wait_read_only=True)
                 y_w = y_s.at[wg, pl.ds(0, owned)]
-                y_w.transpose((1, 0))[...] = plgpu.layout_cast(y_NT.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                y_NT = plgpu.layout_cast(y_NT.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
+                if gated:
+                    y_NT = gate(*hopper_gated.halves(y_NT), hopper_gated.LAYOUT)
+                y_w.transpose((1, 0))[...] = y_NT
                 plgpu.commit_smem()
-                if rows == WGMMA_ROWS:
-                    plgpu.copy_smem_to_gmem(y_w, y_g.at[pl.ds(at_token, y_NT.shape[1]), pl.ds(first, rows)])
+                if width == most_columns:
+                    plgpu.copy_smem_to_gmem(y_w, y_g.at[pl.ds(at_token, tokens), pl.ds(first, width)])
                     return
-                for t in range(0, y_NT.shape[1], 8):  # in shared memory only 8 tokens of fewer than 64 rows are contiguous
+                for t in range(0, tokens, 8):  # in shared memory only 8 tokens of fewer columns than all are contiguous
                     plgpu.copy_smem_to_gmem(
-                        y_s.at[wg, pl.ds(t, 8), pl.ds(0, rows)], y_g.at[pl.ds(at_token + t, 8), pl.ds(first, rows)]
+                        y_s.at[wg, pl.ds(t, 8), pl.ds(0, width)], y_g.at[pl.ds(at_token + t, 8), pl.ds(first, width)]
                     )
 
             @pl.when(wg < s.warpgroups)
@@ -462,7 +487,7 @@ def small_gemm(
                         y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
                     else:
                         y_NT = subtree(t * steps, chains)
-                    first = tile(t) + wg * WGMMA_ROWS
+                    first = tile(t) + wg * most_columns
                     if s.split == 1:
                         store(y_NT, first, first_token)
                         return carry
@@ -489,7 +514,7 @@ def small_gemm(
                 lax.fori_loop(0, count, walk, None)
                 plgpu.wait_smem_to_gmem(0)
 
-        pl.run_scoped(scoped, **_scratch(s, leaves, columns, out_dtype), collective_axes="wg")
+        pl.run_scoped(scoped, **_scratch(s, leaves, columns, out_dtype, gated), collective_axes="wg")
 
     y = mosaic.kernel(
         body,
@@ -503,4 +528,4 @@ def small_gemm(
         # Only sums that wait in shared memory are read by other lanes than wrote them.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not waits_in_smem),
     )
-    return y(x_TK, value, *((jnp.reshape(layer, (1,)),) if stacked else ()))
+    return y(x_TK, hopper_gated.by_eights(value) if gated else value, *((jnp.reshape(layer, (1,)),) if stacked else ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,8 +10,9 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 from jax import lax
 
 from pallas_kernels import mosaic, registry, row_stream
-from pallas_kernels.silu_mul import hopper_backward
+from pallas_kernels.silu_mul import hopper_backward, hopper_of_gemm
 from pallas_kernels.silu_mul.hopper_layout import COLUMNS, LAYOUT
+from pallas_kernels.silu_mul.hopper_product import product
 
 VERSION = 1
 
@@ -62,14 +62,8 @@ def _call(gate_up_TN, *, plan):
                     )
 
             def work(slot, carry):
-                g, u = (
-                    row_stream.widen(plgpu.load(s.at[slot], layout=LAYOUT, optimized=False), LAYOUT)
-                    for s in (gate_s, up_s)
-                )
-                e = mosaic.exp2(mosaic.mul(g, -math.log2(math.e), LAYOUT), LAYOUT)
-                sigmoid = mosaic.reciprocal(mosaic.add(e, 1.0, LAYOUT), LAYOUT)
-                y = mosaic.mul(mosaic.mul(g, sigmoid, LAYOUT), u, LAYOUT)
-                gate_s.at[slot][...] = row_stream.narrow(y, LAYOUT)
+                gate, up = (plgpu.load(s.at[slot], layout=LAYOUT, optimized=False) for s in (gate_s, up_s))
+                gate_s.at[slot][...] = product(gate, up, LAYOUT)
                 return carry
 
             def store(tile, slot):
@@ -97,3 +91,4 @@ def silu_mul(gate_up_TN: jax.Array) -> jax.Array:
 
 
 backward = hopper_backward.backward
+multiplies, of_gemm = hopper_of_gemm.multiplies, hopper_of_gemm.of_gemm

@@ -37,9 +37,9 @@ def test_fifty_steps_at_learning_rate_zero(tmp_path):
 
 
 def test_two_runs_learn_the_same_weights(tmp_path):
-    for name, remat in (("a", "false"), ("b", "false"), ("c", "true")):
+    for name, remat in (("a", "false"), ("b", "false"), ("c", "true"), ("e", "save_attention")):
         assert len(run(tmp_path / name, train__steps=8, optimizer__lr=0.01, train__remat=remat)) == 8
     run(tmp_path / "d", train__steps=8, optimizer__lr=0.0101)
-    a, b, c, d = (weights(tmp_path / name) for name in "abcd")
-    assert a and a == b == c
+    a, b, c, d, e = (weights(tmp_path / name) for name in "abcde")
+    assert a and a == b == c == e
     assert a != d  # control: another learning rate is seen

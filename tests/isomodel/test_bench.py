@@ -94,7 +94,7 @@ def test_bad_usage(folder, arguments, message, capsys):
 
 
 def test_options_are_json_or_text():
-    assert command._options(["iso.a=3", "iso.b=x", "vllm.c=[1]"], ["iso", "vllm"]) == {
+    assert command.parse_options(["iso.a=3", "iso.b=x", "vllm.c=[1]"], ["iso", "vllm"]) == {
         "iso": {"a": 3, "b": "x"},
         "vllm": {"c": [1]},
     }

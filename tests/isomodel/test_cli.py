@@ -55,6 +55,12 @@ def test_help_names_every_command_and_imports_no_heavy_module():
         assert f"\n    {name} " in done.stdout
 
 
+@pytest.mark.parametrize("name", ["train", "plot", "export"])
+def test_a_checkout_that_is_not_installed_has_every_command(name, capsys, monkeypatch):
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: [])
+    assert run(name, "--help", capsys=capsys)[0] == 0
+
+
 @pytest.mark.parametrize("name", [*cli.COMMANDS, "train", "plot"])
 def test_every_command_has_its_own_help(name, capsys):
     code, out, _ = run(name, "--help", capsys=capsys)

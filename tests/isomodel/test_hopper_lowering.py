@@ -13,6 +13,7 @@ from isomodel import model, specs
 from isomodel.batch import Batch, TrainPages
 from isomodel.numerics import Numerics
 from isomodel.rollout import programs
+from pallas_kernels.weight import Weight
 from tests.isomodel import shapes
 
 
@@ -63,3 +64,16 @@ def test_prefill_and_decode_lower(name):
     ):
         text = lowered(functools.partial(step, cfg, HOPPER, SHAPES), *args)
         assert text.count("mosaic_gpu") >= 8
+
+
+@pytest.mark.parametrize("T, layer, kernels", [(8, 1, 2), (512, 1, 2), (8, None, 3)], ids=["decode", "prefill", "training"])
+def test_inference_multiplies_and_gates_in_one_kernel(T, layer, kernels):
+    cfg = MODELS["smollm2"]
+    D, F = cfg.hidden_size, cfg.intermediate_size
+    shape = lambda *s: jax.ShapeDtypeStruct(s, jnp.bfloat16)  # noqa: E731
+    context = model.LayerContext(cfg, HOPPER, None, None, None, None, layer)
+
+    def mlp(x_TD, gate_up, down):
+        return model.DenseMLP({"gate_up": Weight(gate_up), "down": Weight(down)})(x_TD, context)
+
+    assert lowered(mlp, shape(T, D), shape(2, F, D), shape(D, F)).count("@mosaic_gpu_v2") == kernels

@@ -42,6 +42,14 @@ def test_shipped_configs_load_and_dump_to_themselves(path):
     assert TrainConfig.load(path, ["numerics=native"]).numerics.mode == "native"
 
 
+def test_the_guide_explains_the_real_runs_config():
+    text = (ROOT / "docs/training.md").read_text().split("```yaml\n")[1].split("```")[0]
+    explained = yaml_config.from_mapping(TrainConfig, yaml_config.parse_yaml(text))
+    real = TrainConfig.load(ROOT / "configs/smollm2_h200.yaml")
+    for part in ("model", "data", "reward", "objective", "optimizer", "train", "parity", "eval", "checkpoint"):
+        assert getattr(explained, part) == getattr(real, part)
+
+
 def test_there_are_configs():
     assert {"demo", "smollm2_cpu", "qwen3_0.6b"} <= {path.stem for path in CONFIGS}
 

@@ -7,6 +7,7 @@ import dataclasses
 import json
 import os
 import pathlib
+import re
 import signal
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import numpy as np
 import pytest
 
 from isomodel import contract as contracts
+from isomodel import device_memory
 from isomodel.rollout import Engine
+from isomodel.specs import init_params
 from isomodel.yaml_config import ConfigError
 from tests.trainer import kill_many, tiny
 from trainer import data, loop, sampler
@@ -28,6 +31,8 @@ from trainer.parity import ParityError
 from trainer.rewards import RewardError
 from trainer.run_folder import RunError, RunFolder
 from trainer.trajectory import Trajectory
+
+ROOT = pathlib.Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -67,6 +72,9 @@ def test_a_run_leaves_what_it_promises(tmp_path):
     samples = [json.loads(line) for line in (run / "samples/step_000001.jsonl").read_text().splitlines()]
     assert len(samples) == 4 and {"prompt", "response", "reward", "advantage", "seed"} <= samples[0].keys()
     assert list((run / "tensorboard").iterdir())
+    table = (ROOT / "docs/training.md").read_text().split("| key | what it says |")[1].split("\n\n")[0]
+    told = {w for line in table.splitlines()[2:] for w in re.findall("`([a-z_]+/?[a-z_]*)`", line.split(" | ")[0])}
+    assert len(told) > 25 and told - rows[0].keys() == {"kl/ref"}  # which this objective does not have
     assert saved(tmp_path) == [2, 4]
     # Nothing of a finished run is done again.
     before = {p: p.stat().st_mtime_ns for p in run.rglob("*") if p.is_file()}
@@ -388,6 +396,77 @@ from tests.trainer import tiny
 from trainer.loop import train
 train(tiny.run_config(pathlib.Path(sys.argv[1]), numerics__mode="native", numerics__compute_dtype="float32", train__steps=12))
 """
+
+
+def test_engine_and_trainer_hold_one_copy_of_the_weights(tmp_path, monkeypatch):
+    update, seen = Engine.update_weights, []
+
+    def watched(self, params, version):
+        before = sum(x.nbytes for x in jax.live_arrays())
+        update(self, params, version)
+        places = [{n: w.unsafe_buffer_pointer() for n, w in p.items()} for p in (params, self._runner.params)]
+        seen.append((places[0] == places[1], sum(x.nbytes for x in jax.live_arrays()) - before))
+
+    monkeypatch.setattr(Engine, "update_weights", watched)
+    train(tiny.run_config(tmp_path))
+    old = sum(2 * w.size for w in init_params(tiny.CONFIG, 0).values())
+    assert seen == [(True, -old)] * 4  # all that a sync does to memory is to let the old copy go
+
+
+def test_pages_that_are_released_for_each_update_change_no_bit(tmp_path, monkeypatch):
+    release, update, events = Engine.release_pages, loop.Updater.update, []
+
+    def released(self):
+        release(self)
+        events.append("released" if self._runner.cache is None else "kept")
+
+    def updated(self, *args, **kwargs):
+        events.append("update")
+        return update(self, *args, **kwargs)
+
+    monkeypatch.setattr(Engine, "release_pages", released)
+    monkeypatch.setattr(loop.Updater, "update", updated)
+    train(tiny.run_config(tmp_path / "keep", eval__every=2))
+    assert events == ["update"] * 4
+    train(tiny.run_config(tmp_path / "release", eval__every=2, rollout__engine__pages="release"))
+    assert events[4:] == ["released", "update"] * 4
+    assert kill_many.differences(tmp_path / "keep/runs/run", tmp_path / "release/runs/run") == []
+
+
+def test_a_share_of_the_device_leaves_room_for_an_update_that_runs_beside_the_pages(tmp_path, monkeypatch):
+    monkeypatch.setattr(device_memory, "device_memory", lambda: device_memory.DeviceMemory("fake:0", 2**27, 2**20))
+    engines, make = [], loop._Run._make_engine
+
+    class Enough(Exception):
+        pass
+
+    def made(self):
+        engines.append(make(self))
+        raise Enough
+
+    monkeypatch.setattr(loop._Run, "_make_engine", made)
+    for policy in ("keep", "release"):
+        settings = dict(rollout__engine__pages=policy, rollout__engine__memory_fraction=0.25)
+        with pytest.raises(Enough):
+            train(tiny.run_config(tmp_path / policy, **settings))
+    keep, release = (e.config.num_pages * e.config.page_bytes(tiny.CONFIG, e.numerics.dtype) for e in engines)
+    gradients = sum(4 * w.size for w in init_params(tiny.CONFIG, 0).values())
+    assert release - keep > gradients
+
+
+@pytest.mark.parametrize(
+    ("limit", "pages", "message"),
+    [
+        (10**6, "keep", "the trainer's state .* needs 1,066,"),
+        (15 * 10**5, "keep", "an update .*set rollout.engine.pages=release or train.remat=true"),
+        (15 * 10**5, "release", "an update .*lower train.microbatch_tokens"),
+    ],
+)
+def test_what_does_not_fit_is_refused_before_the_first_token(tmp_path, monkeypatch, limit, pages, message):
+    monkeypatch.setattr(device_memory, "device_memory", lambda: device_memory.DeviceMemory("fake:0", limit, 0))
+    with pytest.raises(device_memory.OutOfDeviceMemory, match=message):
+        train(tiny.run_config(tmp_path, rollout__engine__pages=pages))
+    assert not (tmp_path / "runs/run/metrics.jsonl").exists()
 
 
 def test_control_native_numerics_differ_and_are_recorded(tmp_path):

@@ -44,7 +44,10 @@ def relative(a, b) -> float:
     return float(optax.tree.norm(jax.tree.map(lambda x, y: x - y, a, b)) / optax.tree.norm(b))
 
 
-@pytest.mark.parametrize("remat", [False, True])
+REMAT = [False, True, "save_attention"]
+
+
+@pytest.mark.parametrize("remat", REMAT)
 def test_the_forward_under_grad_has_the_bits_of_scoring(remat):
     step = tiny.step(remat=remat)
     state = tiny.state(step)
@@ -59,6 +62,17 @@ def test_the_forward_under_grad_has_the_bits_of_scoring(remat):
     # Control: other weights give other bits.
     other = np.asarray(scored(tiny.state(step, seed=1).params, packed[0]))
     assert (other.view(np.uint32) != logprobs[0].view(np.uint32)).mean() > 0.5
+
+
+def test_what_is_recomputed_reaches_memory_and_no_bit_of_the_gradient():
+    steps = [tiny.step(remat=remat) for remat in REMAT]
+    packed = minibatch()
+    grads = [gradient(step, tiny.state(step), packed)[0] for step in steps]
+    assert bits(grads[0]) == bits(grads[1]) == bits(grads[2])
+    programs = [_compiled(step._train(tiny.BUCKET)) for step in steps]
+    none, layers, but_attention = (p.memory_analysis().temp_size_in_bytes for p in programs)
+    outputs = tiny.CONFIG.num_layers * tiny.BUCKET.rows * tiny.CONFIG.num_heads * tiny.CONFIG.head_dim * 2
+    assert layers + outputs <= but_attention < none
 
 
 def test_accumulation_and_packing_change_the_gradient_by_rounding_only():

@@ -61,7 +61,7 @@ def trajectories(count: int, seed: int = 0, longest: int = 24) -> list[Trajector
 
 
 @functools.cache
-def step(numerics: Numerics = Numerics(), remat: bool = False, optimizer: tuple = (), objective: tuple = ()) -> TrainStep:
+def step(numerics: Numerics = Numerics(), remat: bool | str = False, optimizer: tuple = (), objective: tuple = ()) -> TrainStep:
     """A TrainStep; `optimizer` and `objective` are tuples of (field, value)."""
     settings = dict(lr=1e-3, total_steps=100) | dict(optimizer)
     return TrainStep(CONFIG, numerics, ObjectiveSection(**dict(objective)), OptimizerSection(**settings), remat=remat)

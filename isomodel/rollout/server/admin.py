@@ -12,12 +12,11 @@ from fastapi.responses import JSONResponse
 
 from isomodel import weights
 from isomodel.config import ModelConfig
+from isomodel.rollout.engine_config import ON_UPDATE
+from isomodel.rollout.server import description
 from isomodel.rollout.server.errors import ApiError
 from isomodel.rollout.server.requests import Strict
 from isomodel.rollout.server.service import Service
-
-ON_UPDATE = ("finish", "continue")
-"""What may happen to requests in flight: "restart" would take back tokens that a stream has sent."""
 
 
 class UpdateBody(Strict):
@@ -36,26 +35,28 @@ def add_routes(app: FastAPI, service: Service) -> None:
         if not hmac.compare_digest(given, f"Bearer {service.admin_token}".encode()):
             raise ApiError(403, "this needs the header Authorization: Bearer TOKEN, with the server's admin token")
 
-    @app.post("/admin/pause", summary="take requests, but run none")
+    said = description.answers("application/json", codes=("4XX", 500, 503))
+
+    @app.post("/admin/pause", summary="take requests, but run none", responses=said)
     async def pause(request: Request) -> JSONResponse:
         check(request)
         service.thread.set_paused(True)
         return JSONResponse({"paused": True})
 
-    @app.post("/admin/resume", summary="go on")
+    @app.post("/admin/resume", summary="go on", responses=said)
     async def resume(request: Request) -> JSONResponse:
         check(request)
         service.thread.set_paused(False)
         return JSONResponse({"paused": False})
 
-    @app.post("/admin/reset_prefix_cache", summary="forget pages kept for later requests")
+    @app.post("/admin/reset_prefix_cache", summary="forget pages kept for later requests", responses=said)
     async def reset_prefix_cache(request: Request) -> JSONResponse:
         check(request)
         return JSONResponse({"dropped_pages": await service.thread.call(lambda engine: engine.reset_prefix_cache())})
 
-    body = {"required": True, "content": {"application/json": {"schema": UpdateBody.model_json_schema()}}}
+    body = description.body(UpdateBody)
 
-    @app.post("/admin/update_weights", summary="sample with other weights", openapi_extra={"requestBody": body})
+    @app.post("/admin/update_weights", summary="sample with other weights", openapi_extra=body, responses=said)
     async def update_weights(request: Request) -> JSONResponse:
         check(request)
         asked = UpdateBody.parse(await request.body())
@@ -63,9 +64,7 @@ def add_routes(app: FastAPI, service: Service) -> None:
             raise ApiError(400, f"on_update must be one of {', '.join(ON_UPDATE)}", param="on_update")
         try:
             params = await asyncio.to_thread(_load, service, asked.folder)
-            dropped = await service.thread.call(
-                lambda engine: engine.update_weights(params, asked.version, on_update=asked.on_update)
-            )
+            dropped = await service.thread.update_weights(params, asked.version, asked.on_update)
         except (ValueError, OSError) as e:
             raise ApiError(400, f"nothing has changed: {e}") from e
         return JSONResponse({"version": asked.version, "dropped_pages": dropped})

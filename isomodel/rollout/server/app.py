@@ -10,11 +10,11 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 from fastapi import FastAPI, Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 
 from isomodel.rollout.outputs import Completion
 from isomodel.rollout.sampling_params import SamplingParams
-from isomodel.rollout.server import admin, responses
+from isomodel.rollout.server import admin, description, responses
 from isomodel.rollout.server.errors import ApiError, Disconnected
 from isomodel.rollout.server.metrics import CONTENT_TYPE
 from isomodel.rollout.server.requests import Body, ChatBody, CompletionBody, RolloutBody, TextBody
@@ -40,8 +40,17 @@ def create_app(service: Service) -> FastAPI:
         async def route(request: Request) -> Response:
             return await _handled(service, request, path, answer)
 
-        schema = {"required": True, "content": {"application/json": {"schema": body.model_json_schema()}}}
-        app.post(path, summary=summary, name=path, openapi_extra={"requestBody": schema})(route)
+        described = description.body(
+            body,
+            name=service.name,
+            vocab_size=service.cfg.vocab_size,
+            prompt_limit=service.prompt_limit,
+            top_logprobs=service.config.top_logprobs,
+            limits=service.limits,
+        )
+        media = ("application/json", "text/event-stream") if issubclass(body, TextBody) else ("application/json",)
+        said = description.answers(*media, codes=("4XX", 500, 503))
+        app.post(path, summary=summary, name=path, openapi_extra=described, responses=said)(route)
 
     post("/v1/completions", CompletionBody, _completions, "complete texts or token ids")
     post("/v1/chat/completions", ChatBody, _chat, "the next message of a conversation")
@@ -59,18 +68,27 @@ def create_app(service: Service) -> FastAPI:
     async def models() -> JSONResponse:
         return JSONResponse({"object": "list", "data": [model]})
 
-    @app.get("/v1/models/{name:path}", summary="the served model, by its name")
+    by_name = description.answers("application/json", codes=("4XX",))
+
+    @app.get("/v1/models/{name:path}", summary="the served model, by its name", responses=by_name)
     async def model_by_name(name: str) -> JSONResponse:
         service.check_name(name)
         return JSONResponse(model)
 
-    @app.get("/health", summary="200: it serves; 503: it is shutting down or has failed")
+    unwell = {503: {"description": "no more requests are taken", "content": {"application/json": {}}}}
+
+    @app.get("/health", summary="200: it serves; 503: it is shutting down or has failed", responses=unwell)
     async def health() -> JSONResponse:
         fault = service.thread.fault
         status = "failed" if fault else "draining" if service.draining else "paused" if service.thread.paused else "ok"
         return JSONResponse({"status": status, "reason": fault}, 503 if status in ("failed", "draining") else 200)
 
-    @app.get("/metrics", summary="Prometheus's text format")
+    @app.get(
+        "/metrics",
+        summary="Prometheus's text format",
+        response_class=PlainTextResponse,
+        responses=description.answers("text/plain"),
+    )
     async def metrics() -> Response:
         return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
@@ -137,16 +155,30 @@ async def _completions(service: Service, run: Run) -> Response:
     answer = responses.TextAnswer(
         service.tokenizer, service.name, service.fingerprint, logprobs=wanted, token_ids=body.return_token_ids
     )
-    return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted), answer)
+    if not body.echo:
+        return await _text(run, body, body.prompts(), body.sampling(logprobs=wanted, top_logprobs=body.logprobs or 0), answer)
+    most = 1 if body.only_echo else body.max_tokens
+    params = body.sampling(
+        logprobs=wanted, prompt_logprobs=wanted, top_logprobs=body.logprobs or 0, max_tokens=most
+    )
+    prompts = await run.start(body.prompts(), params, stream=False)
+    completions = await run.completions()
+    if body.only_echo:
+        completions = [[responses.nothing_of(completion) for completion in group] for group in completions]
+    return JSONResponse(answer.whole(prompts, completions, echo=True))
 
 
 async def _chat(service: Service, run: Run) -> Response:
     body = ChatBody.parse(await run.body())
     service.check_name(body.model)
     most = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
-    params = body.sampling(logprobs=body.logprobs, max_tokens=most)
+    params = body.sampling(logprobs=body.logprobs, top_logprobs=body.top_logprobs, max_tokens=most)
+    tokenizer, given = service.tokenizer, body.chat_template_kwargs
+    if unread := [name for name in given if not tokenizer.template_reads(name)]:
+        message = f"the chat template of this model does not read {', '.join(unread)}; leave it out"
+        raise ApiError(400, message, param="chat_template_kwargs")
     try:
-        prompt = await asyncio.to_thread(service.tokenizer.apply_chat_template, body.chat())
+        prompt = await asyncio.to_thread(tokenizer.apply_chat_template, body.chat(), **given)
     except TokenizerError as e:
         raise ApiError(400, str(e), param="messages") from e
     answer = responses.ChatAnswer(
@@ -209,5 +241,6 @@ def _event(values: responses.Json) -> str:
 async def _rollout(service: Service, run: Run) -> Response:
     body = RolloutBody.parse(await run.body())
     service.check_name(body.model)
-    await run.start(body.prompts(), body.sampling(prompt_logprobs=body.prompt_logprobs), stream=False)
+    params = body.sampling(prompt_logprobs=body.prompt_logprobs, top_logprobs=body.top_logprobs)
+    await run.start(body.prompts(), params, stream=False)
     return JSONResponse(responses.rollout(await run.completions(), service.name, service.fingerprint))

@@ -10,7 +10,7 @@ import sys
 from isomodel import contract, fetch, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
-from isomodel.rollout.command import add_engine_options
+from isomodel.rollout.command import add_engine_options, kv_size
 from isomodel.rollout.engine import Engine
 from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.server.limits import ServerLimits
@@ -48,6 +48,12 @@ def add_commands(subparsers) -> None:
         "--max-prompts", type=int, default=most.prompts, help=f"of one request (default {most.prompts})"
     )
     limits.add_argument("--max-prompt-tokens", type=int, help="of one prompt; default: what max-model-len leaves")
+    limits.add_argument(
+        "--max-logprobs",
+        type=int,
+        default=0,
+        help="alternatives at each token (OpenAI's logprobs and top_logprobs); computed for all requests (default 0)",
+    )
     limits.add_argument("--max-body-bytes", type=int, default=most.body_bytes, help=f"(default {most.body_bytes})")
     add_engine_options(parser, most_tokens="2048, or the model's own limit where that is less")
     parser.set_defaults(run=run)
@@ -79,8 +85,9 @@ def run(args: argparse.Namespace) -> int:
         config = EngineConfig(
             max_seqs=args.max_seqs,
             max_model_len=args.max_model_len,
-            kv_memory=None if args.kv_memory_mb is None else int(args.kv_memory_mb * 2**20),
+            **kv_size(args),
             prefix_cache=not args.no_prefix_cache,
+            top_logprobs=args.max_logprobs,
         )
         engine = Engine(cfg, weights.load(folder, cfg, args.dtype), numerics, config, tokenizer=tokenizer)
         derived = contract.derive(cfg, numerics, engine.traces())

@@ -18,6 +18,7 @@ from isomodel.rollout.engine import Engine
 from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.sampling_params import SamplingParams
 from isomodel.rollout.server.errors import ApiError
+from isomodel.specs import Params
 
 log = logging.getLogger(__name__)
 
@@ -82,6 +83,7 @@ class EngineThread:
         self.paused = False
         self._orders: queue.SimpleQueue[Callable[[], Any]] = queue.SimpleQueue()
         self._tickets: dict[str, tuple[Ticket, int]] = {}  # by the engine's name: ticket, which of its prompts
+        self._updated: concurrent.futures.Future | None = None  # of an update that waits for samples in flight
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -127,6 +129,29 @@ class EngineThread:
         self._orders.put(order)
         return await asyncio.wrap_future(future)
 
+    async def update_weights(self, params: Params, version: int, on_update: str) -> int:
+        """`Engine.update_weights`; returns or raises what it does, once the new weights sample.
+
+        With "finish" the thread goes on stepping, so that streams bring their tokens until the old weights have done
+        their last one; also where it is paused, and then it stays paused. "restart" is refused where a stream has sent
+        what it would take back.
+        """
+
+        def begin(engine: Engine) -> concurrent.futures.Future:
+            done: concurrent.futures.Future = concurrent.futures.Future()
+            done.set_running_or_notify_cancel()  # who asked may go, and the update goes on
+            sent = {ticket for ticket, _ in self._tickets.values() if ticket.stream and any(ticket.seen.values())}
+            if on_update == "finish":
+                engine.begin_update(params, version)
+                self._updated = done
+            elif on_update == "restart" and sent:
+                raise ValueError(f"restart would take back tokens that {len(sent)} streams have sent; use finish or continue")
+            else:
+                done.set_result(engine.update_weights(params, version, on_update=on_update))
+            return done
+
+        return await asyncio.wrap_future(await self.call(begin))
+
     def set_paused(self, paused: bool) -> None:
         """Steps no more, so that requests wait; or goes on."""
         self._orders.put(lambda: setattr(self, "paused", paused))
@@ -136,7 +161,7 @@ class EngineThread:
 
     def _run(self) -> None:
         while not self._stopped:
-            steps = self._engine.has_work and not self.paused and not self.fault
+            steps = self._engine.has_work and (not self.paused or self._updated) and not self.fault
             try:
                 try:
                     order = self._orders.get(block=not steps)
@@ -185,8 +210,11 @@ class EngineThread:
         start = time.perf_counter()
         done = self._engine.step()
         self._on_step(time.perf_counter() - start)
+        dropped = self._engine.stats().dropped - self.stats.dropped
         self._look()
         self._hand_out(done)
+        if self._updated and not self._engine.updating:
+            self._end_update(dropped)
 
     def _fail(self, e: Exception) -> None:
         log.error("the engine failed", exc_info=e)
@@ -199,6 +227,10 @@ class EngineThread:
             if completion.request_id not in self._tickets:
                 continue  # cancelled
             ticket, prompt = self._tickets[completion.request_id]
+            if completion.error:
+                self._end_one(ticket, completion.error)
+                news.pop(ticket, None)
+                continue
             del ticket.seen[prompt, completion.index]
             news.setdefault(ticket, []).append(Event(prompt, completion.index, completion))
             if not any((prompt, k) in ticket.seen for k in range(ticket.params.n)):
@@ -212,7 +244,22 @@ class EngineThread:
         for ticket, events in news.items():
             ticket.bring(events)
 
+    def _end_one(self, ticket: Ticket, e: Exception) -> None:
+        log.error("a request failed", exc_info=e)
+        self._cancel(ticket)
+        ticket.bring(ApiError(500, f"the text of this request's tokens failed ({type(e).__name__}: {e}); others go on"))
+
+    def _end_update(self, outcome: int | ApiError) -> None:
+        """Answers who waits for new weights: how many cached pages they dropped, or why they do not come."""
+        future, self._updated = self._updated, None
+        if isinstance(outcome, ApiError):
+            future.set_exception(outcome)
+        else:
+            future.set_result(outcome)
+
     def _end_all(self, error: ApiError) -> None:
+        if self._updated and (self.fault or self._stopped):
+            self._end_update(error)
         for ticket in {ticket for ticket, _ in self._tickets.values()}:
             ticket.bring(error)
             self._cancel(ticket)

@@ -8,7 +8,7 @@ from typing import Annotated, Any, ClassVar, Self
 import pydantic
 from pydantic import ConfigDict, FailFast, Field
 
-from isomodel.rollout.sampling_params import SamplingParams
+from isomodel.rollout.sampling_params import MIN_TEMPERATURE, SamplingParams
 from isomodel.rollout.server.errors import ApiError
 from isomodel.yaml_config import nearest
 
@@ -24,9 +24,10 @@ Ids = Annotated[list[int], _AtFirst()]
 Texts = Annotated[list[str], _AtFirst()]
 Lists = Annotated[list[Ids], _AtFirst()]
 
+MAX_EXACT = 2**53
+"""Beyond it a float does not say which integer was meant."""
 ONLY = {
     "best_of": (1,),
-    "echo": (False,),
     "frequency_penalty": (0,),
     "logit_bias": ({},),
     "parallel_tool_calls": (True, False),
@@ -48,6 +49,8 @@ class Strict(pydantic.BaseModel):
     """Known fields that change nothing."""
     only: ClassVar[dict[str, tuple]] = {}
     """Known fields that are not built, with the values that ask for nothing."""
+    verbatim: ClassVar[tuple[str, ...]] = ()
+    """Fields whose numbers stay as they are written; in others 1.0 is the integer 1, as in JSON."""
 
     @classmethod
     def parse(cls, raw: bytes) -> Self:
@@ -65,6 +68,7 @@ class Strict(pydantic.BaseModel):
         if not isinstance(data, dict):
             raise ApiError(400, f"the body must be a JSON object, not {type(data).__name__}", code="invalid_json")
         data = {name: value for name, value in data.items() if value is not None and name not in cls.ignored}
+        data = {name: value if name in cls.verbatim else _whole(value) for name, value in data.items()}
         faults = {}
         for name in [name for name in data if name in cls.only]:
             if (value := data.pop(name)) not in cls.only[name]:
@@ -99,7 +103,7 @@ class Body(Strict):
 
     model: str | None = Field(None, description="the name of the served model")
     n: int = Field(1, description="an integer: samples of each prompt")
-    temperature: float = Field(1.0, description="a number >= 0; 0 is greedy")
+    temperature: float = Field(1.0, description=f"0 (greedy), or a number of at least {MIN_TEMPERATURE}")
     top_p: float = Field(1.0, description="a number above 0 and at most 1; 1 is off")
     top_k: int = Field(0, description="an integer >= 0; 0 is off")
     min_p: float = Field(0.0, description="a number from 0 to 1; 0 is off")
@@ -162,8 +166,22 @@ class CompletionBody(TextBody):
     prompt: str | Ids | Texts | Lists = Field(
         description="a text, a list of texts, a list of token ids, or a list of lists of token ids"
     )
-    max_tokens: int | None = Field(16, description="an integer >= 1")
-    logprobs: int | None = Field(None, description="0: the sampled tokens' log-probabilities, and no others")
+    max_tokens: int | None = Field(16, description="an integer >= 1; with echo also 0: nothing is sampled")
+    logprobs: int | None = Field(
+        None, description="an integer >= 0: the sampled tokens' log-probabilities, and so many of the likeliest"
+    )
+    echo: bool = Field(False, description="true or false: the prompt before the completion; not in streams")
+
+    @property
+    def only_echo(self) -> bool:
+        """Whether nothing of a completion is asked for."""
+        return self.echo and self.max_tokens == 0
+
+    @pydantic.model_validator(mode="after")
+    def _whole(self) -> Self:
+        if self.echo and self.stream:
+            raise ApiError(400, "echo is of whole answers; leave out stream, or echo", param="echo")
+        return self
 
     def prompts(self) -> list[str | list[int]]:
         """One entry a prompt."""
@@ -171,28 +189,25 @@ class CompletionBody(TextBody):
             return [self.prompt]
         return list(self.prompt)
 
-    @pydantic.field_validator("logprobs")
-    @classmethod
-    def _sampled_only(cls, logprobs: int | None) -> int | None:
-        if logprobs:
-            raise ValueError("0")
-        return logprobs
-
 
 class ChatBody(TextBody):
     """Of /v1/chat/completions."""
 
+    verbatim: ClassVar[tuple[str, ...]] = ("messages", "chat_template_kwargs")
+
     messages: list[dict[str, Any]] = Field(description="a list of messages, objects with role and content")
     max_completion_tokens: int | None = Field(None, description="an integer >= 1; another name of max_tokens")
+    chat_template_kwargs: dict[str, Any] = Field(
+        {}, description="an object of what the model's chat template reads, such as enable_thinking"
+    )
     logprobs: bool = Field(False, description="true or false: log-probabilities of the sampled tokens")
-    top_logprobs: int = Field(0, description="0: the sampled tokens' log-probabilities, and no others")
+    top_logprobs: int = Field(0, description="an integer >= 0: with logprobs, so many of the likeliest tokens too")
 
-    @pydantic.field_validator("top_logprobs")
-    @classmethod
-    def _sampled_only(cls, top_logprobs: int) -> int:
-        if top_logprobs:
-            raise ValueError("0")
-        return top_logprobs
+    @pydantic.model_validator(mode="after")
+    def _together(self) -> Self:
+        if self.top_logprobs and not self.logprobs:
+            raise ApiError(400, "top_logprobs needs logprobs: true", param="top_logprobs")
+        return self
 
     def chat(self) -> list[dict[str, Any]]:
         """The messages with contents as texts; a content of several text parts is their texts, joined.
@@ -208,6 +223,7 @@ class RolloutBody(Body):
 
     prompt_ids: Ids | Lists = Field(description="a list of token ids, or a list of such lists")
     prompt_logprobs: bool = Field(False, description="true or false: log-probabilities of the prompts' tokens too")
+    top_logprobs: int = Field(0, description="an integer >= 0: so many of the likeliest tokens at each sampled one")
 
     def prompts(self) -> list[list[int]]:
         """One entry a prompt."""
@@ -223,6 +239,15 @@ def _content(i: int, message: dict[str, Any]) -> dict[str, Any]:
     if not all(isinstance(p, dict) and p.get("type") == "text" and isinstance(p.get("text"), str) for p in content):
         raise ApiError(400, f"message {i}: only parts of type text are served", param="messages")
     return {"content": "".join(part["text"] for part in content)}
+
+
+def _whole(value: Any, depth: int = 2) -> Any:
+    """The value with integers where floats are whole, in lists of lists too."""
+    if isinstance(value, float) and value.is_integer() and abs(value) <= MAX_EXACT:
+        return int(value)
+    if depth and isinstance(value, list) and any(isinstance(x, float | list) for x in value):
+        return [_whole(x, depth - 1) for x in value]
+    return value
 
 
 def _no_constant(name: str):

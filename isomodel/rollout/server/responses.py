@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import secrets
 import time
 from collections.abc import Sequence
 from typing import Any
-
-import numpy as np
 
 from isomodel.rollout.detokenizer import REPLACEMENT
 from isomodel.rollout.outputs import Completion, Tail
@@ -15,6 +14,8 @@ from isomodel.rollout.server.text_stream import TextStream
 from isomodel.tokenizer import Tokenizer
 
 Json = dict[str, Any]
+Top = list[tuple[int, float]]
+"""The likeliest tokens at one place and their log-probabilities."""
 
 
 class TextAnswer:
@@ -36,10 +37,12 @@ class TextAnswer:
             "system_fingerprint": fingerprint,
         }
 
-    def whole(self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]]) -> Json:
-        """The answer that is not streamed."""
+    def whole(
+        self, prompts: Sequence[Sequence[int]], completions: list[list[Completion]], *, echo: bool = False
+    ) -> Json:
+        """The answer that is not streamed; with `echo` each prompt stands before its completions."""
         choices = [
-            Choice(self, p * len(group) + k).whole(completion)
+            Choice(self, p * len(group) + k).whole(completion, echo=echo)
             for p, group in enumerate(completions)
             for k, completion in enumerate(group)
         ]
@@ -62,10 +65,23 @@ class TextAnswer:
         """Text fields of a piece."""
         return {"text": text}
 
-    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
-        """Log-probabilities of N sampled tokens, the float32's own values; where each token's text begins."""
+    def logprobs(
+        self, ids: Sequence[int], values: Sequence[float | None], offsets: Sequence[int], top: Sequence[Top] | None = None
+    ) -> Json:
+        """Log-probabilities of tokens, the float32's own values; where each token's text begins.
+
+        `top`: the likeliest tokens at each, which are spelled: of those that look alike the likeliest counts.
+        """
         tokens = [self.spelled(i) for i in ids]
-        return {"tokens": tokens, "token_logprobs": logprobs_N.tolist(), "top_logprobs": None, "text_offset": offsets}
+        alternatives = None
+        if top is not None:
+            alternatives = [dict(reversed(self._named(found))) for found in top]
+            for found, token, value in zip(alternatives, tokens, values, strict=True):
+                found.setdefault(token, value)
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": alternatives, "text_offset": offsets}
+
+    def _named(self, top: Top) -> list[tuple[str, float]]:
+        return [(self.spelled(i), value) for i, value in top]
 
     def spelled(self, token: int) -> str:
         """A token's own text."""
@@ -87,12 +103,18 @@ class ChatAnswer(TextAnswer):
     def delta(self, text: str) -> Json:
         return {"delta": {"content": text} if text else {}}
 
-    def logprobs(self, ids: Sequence[int], logprobs_N: np.ndarray, offsets: Sequence[int]) -> Json:
-        content = []
-        for token, value in zip(map(self.spelled, ids), logprobs_N.tolist(), strict=True):
+    def logprobs(
+        self, ids: Sequence[int], values: Sequence[float | None], offsets: Sequence[int], top: Sequence[Top] | None = None
+    ) -> Json:
+        def said(token: str, value: float | None) -> Json:
             whole = REPLACEMENT not in token  # else its bytes are a part of a character, which its text does not tell
-            spelled = list(token.encode()) if whole else None
-            content.append({"token": token, "logprob": value, "bytes": spelled, "top_logprobs": []})
+            return {"token": token, "logprob": value, "bytes": list(token.encode()) if whole else None}
+
+        found = [[]] * len(ids) if top is None else [[said(*pair) for pair in self._named(pairs)] for pairs in top]
+        content = [
+            {**said(self.spelled(i), value), "top_logprobs": alternatives}
+            for i, value, alternatives in zip(ids, values, found, strict=True)
+        ]
         return {"content": content, "refusal": None}
 
 
@@ -110,9 +132,22 @@ class Choice:
         fields = self._answer.opening()
         return fields and {"index": self._index, **fields, "logprobs": None, "finish_reason": None}
 
-    def whole(self, completion: Completion) -> Json:
-        """The choice that is not streamed."""
-        return self._choice(completion, self._answer.message(completion.text), stream=False)
+    def whole(self, completion: Completion, *, echo: bool = False) -> Json:
+        """The choice that is not streamed; with `echo` text and log-probabilities begin with the prompt's."""
+        answer, text, before = self._answer, completion.text, None
+        if echo:
+            ids = completion.prompt_ids.tolist()
+            text = answer.tokenizer.decode(ids) + text
+            if answer.with_logprobs:
+                values = [None, *completion.prompt_logprobs[1:].tolist()]
+                before = answer.logprobs(ids, values, [self._text.push(token) for token in ids])
+        choice = self._choice(completion, answer.message(text), stream=False)
+        if before:
+            after = choice["logprobs"]
+            if after["top_logprobs"] is not None:
+                before["top_logprobs"] = [None] * len(ids)
+            choice["logprobs"] = {name: before[name] and before[name] + after[name] for name in before}
+        return choice
 
     def piece(self, new: Tail | Completion) -> Json | None:
         """Choice of a chunk for what is new of the sample; None while there is nothing to say."""
@@ -131,14 +166,31 @@ class Choice:
         choice: Json = {"index": self._index, **(fields or {}), "logprobs": None, "finish_reason": None}
         offsets = [self._text.push(token) for token in ids] if answer.with_logprobs or (stream and not ended) else []
         if answer.with_logprobs:
-            choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:], offsets)
+            choice["logprobs"] = answer.logprobs(ids, new.logprobs[skip:].tolist(), offsets, _pairs(new, skip))
         if answer.with_ids:
-            choice["token_ids"] = ids
+            choice |= {"token_ids": ids, "versions": new.versions[skip:].tolist()}
         if ended:
             choice |= {"finish_reason": new.finish_reason, "stop_reason": new.stop_reason, "seed": new.seed}
             if answer.with_ids:
                 choice["prompt_token_ids"] = new.prompt_ids.tolist()
         return choice
+
+
+def _pairs(new: Tail | Completion, skip: int) -> list[Top] | None:
+    """The likeliest tokens at each new one; None where they were not asked for."""
+    if new.top_ids is None:
+        return None
+    rows = zip(new.top_ids[skip:].tolist(), new.top_logprobs[skip:].tolist(), strict=True)
+    return [list(zip(ids, values, strict=True)) for ids, values in rows]
+
+
+def nothing_of(completion: Completion) -> Completion:
+    """The completion without its tokens: what is left is what it says of the prompt."""
+    none = {name: getattr(completion, name)[:0] for name in ("token_ids", "versions")}
+    for name in ("logprobs", "top_ids", "top_logprobs"):
+        if (values := getattr(completion, name)) is not None:
+            none[name] = values[:0]
+    return dataclasses.replace(completion, **none, text="", finish_reason="length", stop_reason=None)
 
 
 def usage(prompts: Sequence[Sequence[int]], completion_tokens: int) -> Json:

@@ -10,6 +10,7 @@ import hashlib
 
 import numpy as np
 
+from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import PagePool
 from isomodel.rollout.scheduler import Plan, Scheduler, StepResult
 from isomodel.rollout.sequence import Request, Sample
@@ -69,7 +70,7 @@ class FakeRunner:
                 tokens[0, i] = self._row(chunk.sample, position, int(chunk.sample.tokens[position]))
             counts[i] = 1
         zeros = np.zeros(tokens.shape, np.float32)
-        return StepResult(counts, tokens, zeros, zeros, None, None)
+        return StepResult(counts, Chosen(tokens, zeros, zeros))
 
 
 def expected(request: Request, index: int) -> list[int]:

@@ -7,13 +7,16 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from isomodel.batch import KVCache
 from isomodel.rollout import SamplingParams, pages
+from isomodel.rollout.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.isomodel.rollout import tiny
+from tests.isomodel.rollout.test_engine import counting_compilations
 
 SAMPLING = SamplingParams(temperature=0.7, max_tokens=12)
 
@@ -175,6 +178,67 @@ def _drain(engine):
     return done
 
 
+def live_bytes() -> int:
+    return sum(x.nbytes for x in jax.live_arrays())
+
+
+def test_released_pages_are_memory_for_others_and_no_bit_depends_on_them(work):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    before = live_bytes()
+    with counting_compilations() as compiled:
+        assert engine.release_pages() > 0
+        assert before - live_bytes() == tiny.ENGINE.num_pages * tiny.ENGINE.page_bytes(tiny.CONFIG, tiny.BF16.dtype)
+        assert engine.release_pages() == 0  # harmless twice
+        hits = engine.stats().prefix_hits
+        tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+        assert compiled == []
+    assert engine.stats().prefix_hits == hits  # nothing was found again that is not there
+    assert before == live_bytes()
+    engine.check()
+
+
+def test_control_a_page_that_was_released_and_not_forgotten_is_seen(work, monkeypatch):
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    engine.generate(prompts, sampling)
+    monkeypatch.setattr(engine._pool, "drop_cached", lambda: 0)
+    engine.release_pages()
+    got = engine.generate(prompts, sampling)
+    assert [tiny.bits(g) for g in got] != [tiny.bits(w) for w in want]
+
+
+def test_pages_of_samples_in_flight_are_not_released():
+    engine = tiny.engine()
+    engine.add_request([1, 2, 3], SamplingParams(max_tokens=40, seed=1), "a")
+    engine.step()
+    with pytest.raises(ValueError, match="1 requests are in flight"):
+        engine.release_pages()
+    engine.abort("a")
+    engine.release_pages()
+
+
+def test_new_weights_are_the_arrays_that_were_given():
+    """Sync copies nothing: same buffers, and no more memory than before."""
+    engine, new = tiny.engine(), tiny.params(1)
+    before = live_bytes()
+    engine.update_weights(new, 1)
+    assert live_bytes() == before
+    places = {name: w.unsafe_buffer_pointer() for name, w in new.items()}
+    assert {name: w.unsafe_buffer_pointer() for name, w in engine._runner.params.items()} == places
+
+
+def _begun(engine, prompts, sampling, looks: int) -> dict:
+    """Adds all requests, named by their index, and steps; gives what has finished by then."""
+    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
+        engine.add_request(p, s, str(i))
+    done = {}
+    for _ in range(looks):
+        done |= {c.request_id: c for c in engine.step()}
+    return done
+
+
 @pytest.fixture(scope="module")
 def renewed(work):
     """The completions under the second weights."""
@@ -208,11 +272,7 @@ def test_after_new_weights_no_stale_page_is_used(work, renewed, monkeypatch):
 def test_new_weights_with_samples_in_flight(work, renewed, policy):
     prompts, sampling, want = work
     engine = tiny.engine()
-    for i, (p, s) in enumerate(zip(prompts, sampling, strict=True)):
-        engine.add_request(p, s, str(i))
-    done = {}
-    for _ in range(4):
-        done |= {c.request_id: c for c in engine.step()}
+    done = _begun(engine, prompts, sampling, looks=4)
     engine.update_weights(tiny.params(1), 3, on_update=policy)
     engine.check()
     done |= {c.request_id: c for c in _drain(engine)}
@@ -232,6 +292,45 @@ def test_new_weights_with_samples_in_flight(work, renewed, policy):
     assert (kinds["old"] > 0) == (policy == "finish") and (kinds["both"] > 0) == (policy == "continue")
 
 
+def test_finish_takes_back_no_token_that_an_earlier_update_kept(work):
+    """After "continue" samples wait with their tokens; the next update finds them not begun under its old weights."""
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    done = _begun(engine, prompts, sampling, looks=4)
+    engine.update_weights(tiny.params(2), 1, on_update="continue")
+    engine.update_weights(tiny.params(1), 2, on_update="finish")
+    done |= {c.request_id: c for c in _drain(engine)}
+    continued = [i for i in range(len(prompts)) if set(done[str(i)].versions.tolist()) == {0, 2}]
+    assert len(continued) > 2 and not any(1 in c.versions for c in done.values())
+    for i in continued:
+        _assert_continued(done[str(i)], want[i], sampling[i])
+
+
+def test_an_update_that_waits(work, renewed):
+    """Samples that have begun run to their ends as `step` is called, with what they bring on the way; then it changes."""
+    prompts, sampling, want = work
+    engine = tiny.engine()
+    done = _begun(engine, prompts, sampling, looks=1)
+    engine.begin_update(tiny.params(1), 3)
+    with pytest.raises(ValueError, match="version 3 is on its way"):
+        engine.update_weights(tiny.params(2), 4, on_update="continue")
+    looks = 0
+    while engine.updating:
+        before = engine.version, engine.stats().generated_tokens
+        done |= {c.request_id: c for c in engine.step()}
+        engine.check()
+        looks += 1
+        assert engine.updating == (engine.version == 0), "the step that found nothing to run changed"
+        assert engine.updating == (engine.stats().generated_tokens > before[1] or engine.stats().running > 0)
+    assert looks > 2 and 0 < len(done) < len(prompts) and engine.has_work
+    done |= {c.request_id: c for c in _drain(engine)}
+    old = [i for i in range(len(prompts)) if (done[str(i)].versions == 0).all()]
+    new = [i for i in range(len(prompts)) if (done[str(i)].versions == 3).all()]
+    assert old and new and len(old) + len(new) == len(prompts)
+    tiny.assert_same_bits([done[str(i)] for i in old], [want[i] for i in old])
+    tiny.assert_same_bits([done[str(i)] for i in new], [renewed[i] for i in new])
+
+
 def _assert_continued(got, old, sampling):
     """Old tokens up to the update; each later one as the new weights score it after exactly this prefix."""
     n = int((got.versions == 0).sum())
@@ -242,6 +341,19 @@ def _assert_continued(got, old, sampling):
     (again,) = fresh.generate([np.concatenate([got.prompt_ids, got.token_ids[:n]])], rest)
     assert again.token_ids.tolist() == got.token_ids[n:].tolist()
     assert again.logprobs.tobytes() == got.logprobs[n:].tobytes()
+
+
+@pytest.mark.parametrize("temperature", [MIN_TEMPERATURE, MAX_TEMPERATURE])
+def test_at_the_ends_of_temperature_log_probabilities_are_numbers(temperature):
+    """Below, sums of exponentials overflow: a fuzzer's temperature of 1e-16 brought NaN and tokens outside the top."""
+    prompts = tiny.prompts(4)
+    ways = [{}, {"top_k": 20}, {"top_p": 0.2}, {"min_p": 0.4, "top_k": 250}]
+    asked = [SamplingParams(temperature=temperature, seed=i, max_tokens=16, **way) for i, way in enumerate(ways)]
+    greedy = tiny.engine().generate(prompts, SamplingParams(temperature=0, max_tokens=16))
+    for c, g in zip(tiny.engine().generate(prompts, asked), greedy, strict=True):
+        for values in (c.logprobs, c.truncated_logprobs):
+            assert np.isfinite(values).all() and (values <= 0).all()
+        assert (temperature == MIN_TEMPERATURE) == (c.token_ids.tolist() == g.token_ids.tolist())
 
 
 def test_the_trainer_gives_the_same_log_probabilities(work):
@@ -272,3 +384,54 @@ def test_prompt_log_probabilities_equal_the_sampled_ones(work):
                 n = len(want[i].token_ids)
                 assert np.isnan(completion.prompt_logprobs[0]) and np.all(completion.prompt_logprobs[1:] <= 0)
                 assert completion.prompt_logprobs[-n:].tobytes() == want[i].logprobs.tobytes()
+
+
+def test_alternatives_have_the_bits_that_they_have_when_sampled(work):
+    """Each of the k likeliest: its id from the logits row, its log-probability from the token's own score."""
+    prompts, sampling, want = work
+    ask = [dataclasses.replace(s, top_logprobs=4) for s in sampling]
+    engine = tiny.engine(top_logprobs=5)
+    got = engine.generate(prompts, ask)
+    tiny.assert_same_bits(got, want)
+    alone = tiny.engine(top_logprobs=5, prefix_cache=False)
+    scorer = tiny.engine(prompt_logprobs=True)
+    found = 0
+    for i, completion in enumerate(got):
+        (again,) = alone.generate([prompts[i]], ask[i])
+        assert again.top_ids.tobytes() == completion.top_ids.tobytes()
+        assert again.top_logprobs.tobytes() == completion.top_logprobs.tobytes()
+        order = np.argsort(-completion.logits, axis=1, kind="stable")[:, :4]
+        assert completion.top_ids.dtype == np.int32 and completion.top_ids.tolist() == order.tolist()
+        n, k = np.nonzero(completion.top_ids == completion.token_ids[:, None])
+        assert completion.top_logprobs[n, k].tobytes() == completion.logprobs[n].tobytes()
+        found += len(n)
+    assert found > 20
+    completion = got[0]
+    for at in (0, 5):
+        for token, value in zip(completion.top_ids[at], completion.top_logprobs[at], strict=True):
+            text = [*completion.prompt_ids, *completion.token_ids[:at], token]
+            score = dataclasses.replace(sampling[0], prompt_logprobs=True, max_tokens=1)
+            assert scorer.generate([text], score)[0].prompt_logprobs[-1].tobytes() == value.tobytes()
+
+
+def test_alternatives_under_restart_preemption_and_refusal():
+    prompts = tiny.prompts(8, seed=4, low=40, high=60)
+    sampling = tiny.seeded(8, max_tokens=120, top_logprobs=2)
+    alone = tiny.engine(top_logprobs=5, prefix_cache=False)
+    want = [alone.generate([p], s)[0] for p, s in zip(prompts, sampling, strict=True)]
+    engine = tiny.engine(top_logprobs=5)
+    got = engine.generate(prompts, sampling)
+    assert engine.stats().preemptions > 0
+    assert [c.top_logprobs.tobytes() for c in got] == [c.top_logprobs.tobytes() for c in want]
+    name = engine.add_request(prompts[0], sampling[0])
+    for _ in range(3):
+        engine.step()
+    tail = engine.tail(name, 0, 1)
+    assert len(tail.token_ids) > 1 and tail.top_ids.shape == (len(tail.token_ids), 2)
+    assert tail.top_logprobs.tobytes() == want[0].top_logprobs[1 : 1 + len(tail.token_ids)].tobytes()
+    engine.update_weights(tiny.params(), 1, on_update="restart")
+    (again,) = _drain(engine)
+    assert again.top_ids.tobytes() == want[0].top_ids.tobytes()
+    assert engine.generate([prompts[0]], SAMPLING)[0].top_ids is None
+    with pytest.raises(ValueError, match="top_logprobs=6, and the engine was made with top_logprobs=5"):
+        engine.add_request([1], SamplingParams(top_logprobs=6))

@@ -16,6 +16,7 @@ from isomodel.rollout.sampling_params import assigned_seed, sample_key
         ("temperature", float("nan")),
         ("temperature", "hot"),
         ("temperature", 1e-42),
+        ("temperature", 9e-4),
         ("temperature", 1e39),
         ("top_k", -1),
         ("top_k", 1.5),

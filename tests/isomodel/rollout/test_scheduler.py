@@ -298,3 +298,34 @@ def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, even
         now += 1
     assert_as_alone([r for r in requests if r.id not in aborted])
     assert_no_leak(scheduler)
+
+
+def test_looks_are_sooner_where_others_wait_for_room():
+    """Of three samples with 2, 30 and 30 tokens to come, the first idles after 2 steps: nobody minds, until one waits."""
+    scheduler, runner = make(max_seqs=3, decode_steps=30)
+    for name, new in (("a", 3), ("bb", 31), ("ccc", 31)):
+        scheduler.add(request(name, range(4), new=new))
+    step(scheduler, runner)
+    assert scheduler.schedule().steps == 30
+    scheduler.add(request("dddd", range(4)))
+    steps = scheduler.schedule().steps
+    assert steps == 2, "idle rows of 3 steps: 1 of 9, more than a sixteenth"
+    scheduler.most_steps = 1
+    assert scheduler.schedule().steps == 1
+
+
+def test_looks_are_sooner_where_tokens_end_samples():
+    scheduler, runner = make(max_seqs=4, decode_steps=16, num_pages=200, chunk_tokens=64)
+    stop = expected(request("a", range(5), new=40), 0)[6]
+    for name in "abc":  # names of one length: one seed, and one stop
+        scheduler.add(request(name, range(5), new=40, stops=[stop]))
+    for name in ("long", "waits", "waits too", "waits, too", "waits as well"):
+        scheduler.add(request(name, range(7), new=60))
+    step(scheduler, runner)
+    assert scheduler.schedule().steps == 16
+    assert [s.request.id for s in step(scheduler, runner)] == ["a", "b", "c"]
+    step(scheduler, runner)  # prompts of three that waited
+    assert len(scheduler.running) == 4 and len(scheduler.waiting) == 1
+    assert scheduler.schedule().steps == 7  # 3 stops in 16 steps of late
+    drain(scheduler, runner)
+    assert_no_leak(scheduler)

@@ -9,6 +9,8 @@ import functools
 import http.client
 import json
 import socket
+import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -32,6 +34,7 @@ TEMPLATE = (
     "{% if m.role not in ['system', 'user', 'assistant'] %}{{ raise_exception('role ' + m.role) }}{% endif %}"
     "<|im_start|>{{ m.role }}:{{ m.content }}<|im_end|>"
     "{% endfor %}<|im_start|>assistant:"
+    "{% if enable_thinking is defined and enable_thinking is false %}(no thoughts){% endif %}"
 )
 NAME = "tiny"
 LIMITS = ServerLimits(body_bytes=20_000, body_seconds=1, prompt_tokens=200, prompts=3, n=8, requests=20)
@@ -54,11 +57,18 @@ def write_model(folder: Path) -> Path:
 class Served:
     """A running server. `alone` gives what the engine gives for the same request with nothing beside it."""
 
-    def __init__(self, folder: Path, limits: ServerLimits = ServerLimits(), admin_token: str | None = None, **sizes):
+    def __init__(
+        self,
+        folder: Path,
+        limits: ServerLimits = ServerLimits(),
+        admin_token: str | None = None,
+        port: int = 0,
+        **sizes,
+    ):
         self.tokenizer = Tokenizer(folder)
         self.engine = tiny.engine(cfg=CONFIG, tokenizer=self.tokenizer, **sizes)
         self.service = Service(self.engine, self.tokenizer, _contract(), NAME, limits, admin_token)
-        listener = socket.create_server(("127.0.0.1", 0))
+        listener = socket.create_server(("127.0.0.1", port))
         self.port = listener.getsockname()[1]
         self.server = DrainingServer(self.service)
         self._thread = threading.Thread(target=self.server.run, args=([listener],), daemon=True)
@@ -165,3 +175,19 @@ def same_bits(sent: list[float], expected: np.ndarray) -> bool:
     """Whether JSON's numbers are the float32 numbers, bit for bit."""
     exact = [float(x) for x in expected]
     return sent == exact and np.float32(sent).tobytes() == expected.tobytes()
+
+
+def main() -> None:
+    """`python -m tests.isomodel.rollout.server.served PORT` serves the tiny model until Ctrl-C, with few pages, for
+    benchmarks.serve_load and benchmarks.serve_fuzz."""
+    with tempfile.TemporaryDirectory() as folder:
+        limits = dataclasses.replace(LIMITS, requests=256, n=4, prompts=2)
+        sizes = {"num_pages": 8, "max_model_len": 64, "prompt_logprobs": True, "top_logprobs": 2, "return_logits": False}
+        server = Served(write_model(Path(folder)), limits, TOKEN, int(sys.argv[1]), **sizes)
+        with contextlib.suppress(KeyboardInterrupt):
+            threading.Event().wait()
+        server.close()
+
+
+if __name__ == "__main__":
+    main()

@@ -107,6 +107,20 @@ def test_paths_and_methods(server):
     assert "temperature" in json.dumps(paths["/v1/rollout"]["post"]["requestBody"])
 
 
+def test_the_description_has_this_servers_bounds(server):
+    paths = server.ask("/openapi.json")[1]["paths"]
+    schema = lambda path: paths[path]["post"]["requestBody"]["content"]["application/json"]["schema"]  # noqa: E731
+    rollout, completions = schema("/v1/rollout")["properties"], schema("/v1/completions")["properties"]
+    one, many = rollout["prompt_ids"]["anyOf"]
+    assert one == {"items": {"type": "integer", "minimum": 0, "maximum": 299}, "type": "array", "minItems": 1, "maxItems": 200}
+    assert many["items"] == one and (many["minItems"], many["maxItems"]) == (1, 3)
+    assert (rollout["n"]["minimum"], rollout["n"]["maximum"]) == (1, 8) and rollout["model"]["enum"] == ["tiny", None]
+    assert (rollout["max_tokens"]["minimum"], completions["max_tokens"]["minimum"]) == (1, 0), "with echo"
+    assert rollout["top_logprobs"]["maximum"] == 0 and completions["best_of"]["enum"] == [1, None]
+    for path in ("/v1/rollout", "/admin/pause"):
+        assert {"200", "4XX", "503"} <= paths[path]["post"]["responses"].keys()
+
+
 def test_limits_are_checked():
     with pytest.raises(ValueError, match="body_bytes=0 .*; n='a'"):
         ServerLimits(body_bytes=0, n="a")
@@ -191,7 +205,7 @@ def test_update_weights(folder, tmp_path):
 
     try:
         old = server.ask("/v1/rollout", ask)[1]["samples"][0]
-        assert "on_update must be" in str(update(400, folder=str(other), version=1, on_update="restart"))
+        assert "on_update must be" in str(update(400, folder=str(other), version=1, on_update="later"))
         assert "nothing has changed" in str(update(400, folder=str(tmp_path / "none"), version=1))
         assert "above the present version 0" in str(update(400, folder=str(other), version=0))
         assert "verson is unknown" in str(update(400, folder=str(other), verson=1))

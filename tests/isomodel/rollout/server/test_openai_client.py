@@ -122,6 +122,18 @@ def test_chat(server, client, folder):
     assert limited.usage.completion_tokens == 2 and limited.choices[0].logprobs is None
 
 
+def test_what_the_chat_template_reads(server, client, folder):
+    prompt = server.tokenizer.apply_chat_template(MESSAGES, enable_thinking=False)
+    assert prompt != server.tokenizer.apply_chat_template(MESSAGES)
+    (expected,) = served.alone(folder, prompt, PARAMS)
+    extra = {"chat_template_kwargs": {"enable_thinking": False}, "return_token_ids": True}
+    (choice,) = client.chat.completions.create(messages=MESSAGES, extra_body=extra, **ASK).choices
+    assert choice.prompt_token_ids == prompt and choice.message.content == expected.text
+    for given in ({"enable_thinkin": False}, {"chat_template": "x"}, {"messages": []}, {"tokenize": True}):
+        with pytest.raises(openai.BadRequestError, match=f"does not read {next(iter(given))}"):
+            client.chat.completions.create(messages=MESSAGES, extra_body={"chat_template_kwargs": given}, **ASK)
+
+
 def test_chat_stream(server, client, folder):
     prompt = server.tokenizer.apply_chat_template(MESSAGES)
     expected = served.alone(folder, prompt, dataclasses.replace(PARAMS, n=2))

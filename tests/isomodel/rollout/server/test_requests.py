@@ -36,8 +36,8 @@ def refusal(cls, body) -> ApiError:
         ({"prompt": "a", "max_tokens": 1.5}, "max_tokens must be an integer"),
         ({"prompt": "a", "stream": 1}, "stream must be true or false"),
         ({"prompt": "a", "stop": [1]}, "stop must be a text or a list of texts"),
-        ({"prompt": "a", "logprobs": 5}, "logprobs must be 0"),
-        ({"prompt": "a", "echo": True}, "echo=True is not offered here"),
+        ({"prompt": "a", "logprobs": 0.5}, "logprobs must be an integer >= 0"),
+        ({"prompt": "a", "echo": 1}, "echo must be true or false"),
         ({"prompt": "a", "presence_penalty": 0.5}, "presence_penalty=0.5 is not offered here"),
         ({"prompt": "a", "stream_options": {"include_usage": 1}}, "stream_options must be"),
         ({"prompt": "a", "stream_options": {"other": True}}, "stream_options must be"),
@@ -109,6 +109,23 @@ def test_null_is_the_default_and_neutral_values_ask_for_nothing():
 )
 def test_the_four_kinds_of_prompts(prompt, prompts):
     assert CompletionBody.parse(json.dumps({"prompt": prompt}).encode()).prompts() == prompts
+
+
+def test_alternatives_of_chats_need_logprobs():
+    assert "needs logprobs" in refusal(ChatBody, {"messages": MESSAGES, "top_logprobs": 2}).message
+    ChatBody.parse(json.dumps({"messages": MESSAGES, "top_logprobs": 2, "logprobs": True}).encode())
+
+
+def test_a_whole_number_is_an_integer_however_it_is_written():
+    raw = b'{"prompt": [[1.0, 2], [3e0]], "n": 2.0, "seed": 9007199254740992.0, "stop_token_ids": [7.0], "temperature": 1.0}'
+    body = CompletionBody.parse(raw)
+    assert body.prompts() == [[1, 2], [3]] and body.sampling().stop_token_ids == (7,)
+    assert (body.n, body.seed, body.temperature) == (2, 2**53, 1.0)
+    for raw in (b'{"prompt": [1.5]}', b'{"prompt": "a", "n": 1e400}', b'{"prompt": "a", "seed": 1e19}', b'{"prompt": [[[1.0]]]}'):
+        refusal(CompletionBody, raw)
+    message = {"role": "user", "content": "a", "weight": 1.0}
+    body = ChatBody.parse(json.dumps({"messages": [message], "chat_template_kwargs": {"x": 2.0}}).encode())
+    assert str(body.chat()[0]["weight"]) == "1.0" and str(body.chat_template_kwargs["x"]) == "2.0", "what a template prints"
 
 
 def test_parts_of_a_message():
