@@ -79,14 +79,13 @@ def _kernel(q_THd, k_pages, S: int):
     return hopper_decode if few_rows(T, S, shape) else hopper_forward, shape
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> tuple[jax.Array, ...] | None:
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False) -> tuple[jax.Array, ...] | None:
     """The integers that the kernel walks by; None where no kernel serves such arrays, which `attention` says."""
     if unsupported_reason(q_THd, k_pages):
         return None
     T, S = q_THd.shape[0], kv_len_S.shape[0]
     kernel, shape = _kernel(q_THd, k_pages, S)
-    # A row for each sequence: a step of decoding, where samples may share their prompt's pages.
-    sharing = kernel is hopper_decode and T == S and hopper_shared.may_pay(*page_table_SP.shape, shape)
+    sharing = share and kernel is hopper_decode and T == S and hopper_shared.may_pay(*page_table_SP.shape, shape)
     options = {"share": hopper_shared.pays} if sharing else {}
     return kernel.work_list(q_start_S1, kv_len_S, page_table_SP, T, shape, **options)
 
@@ -104,7 +103,6 @@ def attention(
         raise registry.Unsupported(f"Hopper attention {reason}; {hint}")
     K, d = k_pages.shape[-2:]
     kernel, shape = _kernel(q_THd, k_pages, kv_len_S.shape[0])
-    work = work or work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP)
     k_Rd, v_Rd = (x.reshape(-1, K * d) for x in (k_pages, v_pages))
     layer = jnp.zeros((1,), jnp.int32) if layer is None else jnp.asarray(layer, jnp.int32).reshape(1)
     return kernel.attention(q_THd, k_Rd, v_Rd, q_start_S1, kv_len_S, page_table_SP, layer, shape, work=work)

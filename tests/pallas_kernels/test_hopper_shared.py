@@ -11,8 +11,9 @@ import numpy as np
 import pytest
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 
+from pallas_kernels import attention as op
 from pallas_kernels import mosaic
-from pallas_kernels.attention import SPLIT, hopper, hopper_decode, hopper_shared, reference, schedules
+from pallas_kernels.attention import SPLIT, hopper_decode, hopper_shared, reference, schedules
 from pallas_kernels.attention.hopper_tiles import Shape
 from tests.pallas_kernels.base import bits, relative
 
@@ -115,10 +116,18 @@ def test_it_is_shared_where_it_pays(prompts, K, paid):
 
 def test_a_call_has_a_launch_for_shared_blocks_where_that_may_pay():
     whole = lambda *s: jax.ShapeDtypeStruct(s, jnp.int32)  # noqa: E731
-    for T, S, P, launches in ((256, 256, 32, 2), (8, 8, 32, 1), (8, 8, 512, 2), (256, 255, 32, 1)):
+    for share, T, S, P, launches in (
+        (True, 256, 256, 32, 2),
+        (False, 256, 256, 32, 1),
+        (True, 8, 8, 32, 1),
+        (True, 8, 8, 512, 2),
+        (True, 256, 255, 32, 1),
+    ):
         q, pages = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((T, 32, 128), (9, 64, 8, 128)))
-        lists = jax.eval_shape(hopper.work_list, q, pages, whole(S + 1), whole(S), whole(S, P))
-        assert len(lists[0]) == len(lists[1]) == launches, (T, S, P)
+        listed = functools.partial(op.work_list, share=share, impl="hopper")
+        lists = jax.eval_shape(listed, q, pages, whole(S + 1), whole(S), whole(S, P))
+        assert len(lists[0]) == len(lists[1]) == launches, (share, T, S, P)
+        assert op.work_list(q, pages, None, None, jnp.zeros((S, P)), share=share, impl="reference") is None
 
 
 def test_prompts_that_begin_alike_keep_what_their_own_samples_share():
