@@ -188,6 +188,7 @@ def forward(
     masters: Params | None = None,
     remat: bool = False,
     rope: jax.Array | None = None,
+    share_prompts: bool = False,
 ) -> tuple[jax.Array, KVCache | None]:
     """Final hidden rows of a batch, in any case: training, scoring, prefill, decode.
 
@@ -201,6 +202,7 @@ def forward(
       remat: recompute each layer in the backward pass instead of keeping its activations; "save_attention" keeps those
         of attention (output and log-sum-exp), so that it is not run again. Forward bits are the same.
       rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
+      share_prompts: of a batch with one row a sequence, attention may read pages that neighbours have in common once for all.
 
     Returns:
       (hidden [T, D] after the final norm, the cache with this batch's keys and values; None for TrainPages).
@@ -208,7 +210,7 @@ def forward(
     Raises:
       ValueError: weights missing, extra or of another dtype or shape.
     """
-    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope)[:2]
+    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope, share_prompts)[:2]
 
 
 def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv: KVCache | TrainPages):
@@ -216,10 +218,10 @@ def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv
 
     The regions stand in the order in which a layer computes them.
     """
-    return _forward(cfg, numerics, params, batch, kv, None, False, True, None)
+    return _forward(cfg, numerics, params, batch, kv, None, False, True, None, False)
 
 
-def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
+def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, share_prompts):
     if faults := weight_faults(cfg, params, numerics.dtype):
         raise ValueError("weights do not fit the model: " + "; ".join(faults))
     inference = isinstance(kv, KVCache)
@@ -232,7 +234,7 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
         dtype=numerics.dtype,
         table=rope,
     )
-    attention_work = _attention_work(cfg, numerics, batch, kv.page_size)
+    attention_work = _attention_work(cfg, numerics, batch, kv.page_size, share_prompts)
 
     def layer(carry, step):
         x_TD, residual_TD, pages = carry
@@ -267,12 +269,12 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope):
     return hidden_TD, KVCache(*pages) if inference else None, seen
 
 
-def _attention_work(cfg: ModelConfig, numerics: Numerics, batch: Batch, page_size: int) -> attention_op.Work | None:
+def _attention_work(cfg: ModelConfig, numerics: Numerics, batch: Batch, page_size: int, share: bool) -> attention_op.Work | None:
     """What every layer's attention derives from the batch's lengths, once."""
     heads = (batch.tokens_T.shape[0], cfg.num_heads), (1, page_size, cfg.num_kv_heads)
     q, pages = (jax.ShapeDtypeStruct((*s, cfg.head_dim), numerics.dtype) for s in heads)
     where = batch.q_start_S1, batch.kv_len_S, batch.page_table_SP
-    return attention_op.work_list(q, pages, *where, impl=numerics.impl)
+    return attention_op.work_list(q, pages, *where, share=share, impl=numerics.impl)
 
 
 def _head(params: Params, masters: Params | None) -> Weight:

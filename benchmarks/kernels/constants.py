@@ -76,7 +76,7 @@ def attend(table: str, d: int, block: int, split: int, trips: int):
         flat = [x.reshape(N * page, K * d) for x in (k_pages, v_pages)]
         layer, shape = jnp.zeros((1,), jnp.int32), Shape(q.shape[1], K, d, page, block, split)
         schedule_of_list = (schedule,) if table == "MANY" else ()
-        work = kernel.work_list(*where[:2], where[2].shape[1], len(q), shape, *schedule_of_list)
+        work = kernel.work_list(*where, len(q), shape, *schedule_of_list)
         call = lambda q: kernel.attention(q, *flat, *where, layer, shape, schedule, work)[0]  # noqa: E731
         return lax.fori_loop(0, trips, lambda i, q: call(q), q)
 

@@ -77,6 +77,7 @@ class Shapes:
     return_logits: bool
     logprobs: bool = True
     top_logprobs: int = 0
+    share_prompts: bool = False
 
     @classmethod
     def of(cls, config: EngineConfig) -> Shapes:
@@ -89,6 +90,7 @@ class Shapes:
             config.return_logits,
             config.logprobs,
             config.top_logprobs,
+            config.share_prompts,
         )
 
 
@@ -165,7 +167,9 @@ def decode_loop(
         page_S = jnp.take_along_axis(state.page_table_SP, (position_S // shapes.page_size)[:, None], axis=1)[:, 0]
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
         batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
-        hidden_SD, cache = model.forward(cfg, numerics, params, batch, cache, rope=rope)
+        hidden_SD, cache = model.forward(
+            cfg, numerics, params, batch, cache, rope=rope, share_prompts=shapes.share_prompts
+        )
         chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
         outputs = jax.tree.map(lambda o, new: lax.dynamic_update_index_in_dim(o, new, k, 0), outputs, chosen)
         counts_S = counts_S + active_S

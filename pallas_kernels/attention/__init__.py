@@ -78,12 +78,14 @@ def kv_block(d: int) -> int:
     return BLOCK if d <= 128 else 64
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str) -> Work | None:
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, share: bool = False, impl: str) -> Work | None:
     """What `attention` derives from lengths alone, for all layers of a forward: XLA computes it in each trip of a loop otherwise.
 
     Args:
       q_THd, k_pages: as `attention` takes them, or their `jax.ShapeDtypeStruct`: nothing but shapes is used.
       q_start_S1, kv_len_S, page_table_SP, impl: as `attention` takes them.
+      share: pages that sequences side by side have in common, from their first on, are read once for all of them, where the
+        implementation finds that faster; of a row for each sequence. Reaches no bits.
 
     Returns:
       Integers that are the implementation's own; None where it has no use for any.
@@ -92,7 +94,8 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, impl: str)
       registry.Unsupported: no such implementation.
     """
     module = registry.implementation("attention", impl)
-    return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, _whole_blocks(page_table_SP, k_pages.shape[-3]))
+    page_table_SP = _whole_blocks(page_table_SP, k_pages.shape[-3])
+    return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share)
 
 
 def _whole_blocks(page_table_SP, page_size: int):

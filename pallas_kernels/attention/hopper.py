@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from pallas_kernels import mosaic, registry
-from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, kv_block
+from pallas_kernels.attention import SPLIT, hopper_decode, hopper_forward, hopper_shared, kv_block
 from pallas_kernels.attention.hopper_backward import attention_backward as attention_backward
 from pallas_kernels.attention.hopper_softmax import COLUMNS
 from pallas_kernels.attention.hopper_tiles import ROWS, Shape
@@ -79,12 +79,15 @@ def _kernel(q_THd, k_pages, S: int):
     return hopper_decode if few_rows(T, S, shape) else hopper_forward, shape
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP) -> tuple[jax.Array, ...] | None:
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False) -> tuple[jax.Array, ...] | None:
     """The integers that the kernel walks by; None where no kernel serves such arrays, which `attention` says."""
     if unsupported_reason(q_THd, k_pages):
         return None
-    kernel, shape = _kernel(q_THd, k_pages, kv_len_S.shape[0])
-    return kernel.work_list(q_start_S1, kv_len_S, page_table_SP.shape[1], q_THd.shape[0], shape)
+    T, S = q_THd.shape[0], kv_len_S.shape[0]
+    kernel, shape = _kernel(q_THd, k_pages, S)
+    sharing = share and kernel is hopper_decode and T == S and hopper_shared.may_pay(*page_table_SP.shape, shape)
+    options = {"share": hopper_shared.pays} if sharing else {}
+    return kernel.work_list(q_start_S1, kv_len_S, page_table_SP, T, shape, **options)
 
 
 def attention(

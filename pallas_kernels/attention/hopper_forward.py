@@ -22,9 +22,9 @@ from pallas_kernels.attention.reference import NEVER
 from pallas_kernels.attention.schedules import CONSUMER_REGISTERS, MANY, PRODUCER_REGISTERS, Many
 
 
-def work_list(q_start_S1, kv_len_S, P: int, T: int, shape: Shape, schedule: Many | None = None):
-    """(int32 [N, 5], tiles of the rows, the largest first; int32 [1], how many are real). P is not needed."""
-    del P
+def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, schedule: Many | None = None):
+    """(int32 [N, 5], tiles of the rows, the largest first; int32 [1], how many are real). Page tables are not needed."""
+    del table_SP
     table_N5, count = tiles(q_start_S1, kv_len_S, T, (schedule or MANY[shape.d]).warpgroups * shape.tokens, shape.block)
     size_N = jnp.where(table_N5[:, 2] > 0, table_N5[:, 4], -1)  # those that do not exist come last
     return table_N5[descending(size_N)], count[None]
@@ -47,7 +47,7 @@ def attention(
     T, H, d = q_THd.shape
     plan = schedule or MANY[d]
     W, slots = plan.warpgroups, plan.slots
-    table_N5, count = work or work_list(q_start_S1, kv_len_S, table_SP.shape[1], T, shape, plan)
+    table_N5, count = work or work_list(q_start_S1, kv_len_S, table_SP, T, shape, plan)
     N = table_N5.shape[0]
     operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, table_N5, count)
 
@@ -115,7 +115,7 @@ def attention(
 
                 def attend():
                     memory = Memory(q_memory[0].at[me], ring_s, ready, free, 0, cleared, W, me, plan.overlap)
-                    total, after = walk(
+                    total, _, after = walk(
                         shape, memory, turns, tile, token0, kv_len, 0, tile.blocks, count, plan, park, next_q
                     )
                     write(total)

@@ -24,19 +24,31 @@ LANES = plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Lane)
 """Layouts as written here, not inferred."""
 
 
+class Open(NamedTuple):
+    """A split whose first blocks are done: what the next one goes on with."""
+
+    m_M: jax.Array
+    l_M8: jax.Array  # running sum of P, in 8 columns
+    o_Md: jax.Array
+
+    def total(self) -> Total:
+        """The split as one to merge, if it ends here."""
+        return Total(self.m_M, self.l_M8.sum(axis=1), self.o_Md)
+
+
 class State(NamedTuple):
     """What one warpgroup carries from block to block: the open split, and what else than O there is of those before it."""
 
     m_M: jax.Array
-    l_M8: jax.Array  # running sum of P, in 8 columns
+    l_M8: jax.Array
     p_MB: jax.Array  # P of the last block, not yet multiplied by V
     o_Md: jax.Array
     before_m_M: jax.Array
     before_l_M: jax.Array
 
-    def split(self) -> Total:
-        """The open split, as one to merge."""
-        return Total(self.m_M, self.l_M8.sum(axis=1), self.o_Md)
+    def split(self) -> Open:
+        """The open split."""
+        return Open(self.m_M, self.l_M8, self.o_Md)
 
 
 class Memory(NamedTuple):
@@ -268,18 +280,19 @@ def clear_unwritten(shape: Shape, memory: Memory, slot, kv_len_in_block) -> None
 
 
 def walk(
-    shape: Shape, memory: Memory, turns: Turns, tile: Tile, token0, kv_len, first, last, count, plan, park, next_q
+    shape: Shape, memory: Memory, turns: Turns, tile: Tile, token0, kv_len, first, last, count, plan, park, next_q, begun=None
 ):
-    """Blocks [first, last) of one warpgroup's rows, merged; and the new count.
+    """(blocks [first, last) of one warpgroup's rows, merged; the last split of them by itself; the new count).
 
     Args:
       token0: of the tile's tokens, the warpgroup's first.
       kv_len: of the tile's sequence.
-      first, last: blocks; first < last, and first begins a split.
+      first, last: blocks; first < last, and first begins a split unless `begun` is given.
       count: blocks that the ring has seen, K and V apart.
       plan: slots and overlap of a schedule.
       park: fp32 [64, d], where O of the splits before the open one rests; None if all blocks are of one split.
       next_q: called when q is done with.
+      begun: an `Open`, the split that block `first` belongs to, as the blocks before left it; None for one without any, and with `park`.
     """
     scale, d, block, per_split = softmax_scale(shape.d), shape.d, shape.block, shape.per_split
     o_shape = (ROWS, d)
@@ -296,7 +309,7 @@ def walk(
             state.before_l_M,
             plgpu.load(park, layout=plgpu.Layout.WGMMA, optimized=plan.park_in_shared),
         )
-        return add(before, state.split())
+        return add(before, state.split().total())
 
     def first_scores():
         plgpu.barrier_wait(memory.ready.at[memory.barrier0 + slot_of(count)])
@@ -390,8 +403,10 @@ def walk(
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot_of(count)])
     s_MB = lax.cond(ahead(first) >= block - 1, lambda: s_MB, lambda: hopper_scores.hide(s_MB, shape.G, ahead(first)))
     never_M = full(NEVER, (ROWS,))
-    m_M, _, l_M8, p_MB = softmax(s_MB, never_M, full(0, (ROWS, COLUMNS)), scale)
-    state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), full(0, (ROWS, d)), never_M, full(0, (ROWS,)))
+    m_M, l_M8 = (never_M, full(0, (ROWS, COLUMNS))) if begun is None else begun[:2]
+    m_M, alpha_M, l_M8, p_MB = softmax(s_MB, m_M, l_M8, scale)
+    o_Md = full(0, o_shape) if begun is None else mosaic.mul(begun.o_Md, mosaic.rows(alpha_M, o_shape))
+    state = State(m_M, l_M8, p_MB.astype(jnp.bfloat16), o_Md, never_M, full(0, (ROWS,)))
     # Blocks that every row of the tile sees need no mask.
     unmasked = jnp.clip(lax.div(tile.position + 1, block), first + 1, last)
     carry = lax.fori_loop(first + 1, unmasked, functools.partial(one_block, masked=False), (count, state))
@@ -412,10 +427,11 @@ def walk(
 
     state = state._replace(o_Md=accumulate(last_product, o_shape))
     plgpu.barrier_arrive(memory.free.at[memory.barrier0 + slot])
-    total = state.split()
+    split = state.split()
+    total = split.total()
     if park is not None:
         total = Total(*lax.cond(last - first > per_split, lambda: tuple(parked(state)), lambda: tuple(total)))
-    return total, count + 2
+    return total, split, count + 2
 
 
 def q_scratch(shape: Shape, warpgroups: int, one: bool = False):

@@ -63,18 +63,20 @@ class Pool:
         return cls(k_pages, v_pages, tables)
 
 
-@functools.partial(jax.jit, static_argnames=("kernel", "schedule"))
-def _run(kernel, q, k_pages, v_pages, q_start, kv_len, tables, schedule=None):
+@functools.partial(jax.jit, static_argnames=("kernel", "schedule", "share"))
+def _run(kernel, q, k_pages, v_pages, q_start, kv_len, tables, schedule=None, share=False):
     N, page, K, d = k_pages.shape
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (BLOCK // page))))
     flat = (x.reshape(N * page, K * d) for x in (k_pages, v_pages))
-    shape = Shape(q.shape[1], K, d, page)
-    return kernel.attention(q, *flat, q_start, kv_len, tables, jnp.zeros((1,), jnp.int32), shape, schedule)
+    shape, where = Shape(q.shape[1], K, d, page), (q_start, kv_len, tables)
+    lists = hopper_decode.work_list(*where, len(q), shape, share=lambda *_: True) if share else None
+    return kernel.attention(q, *flat, *where, jnp.zeros((1,), jnp.int32), shape, schedule, lists)
 
 
-def run(kernel, work, pool: Pool, T: int | None = None, schedule=None):
+def run(kernel, work, pool: Pool, T: int | None = None, schedule=None, share: bool = False):
     """(o [rows, H, d], log-sum-exp [rows, H]) of `work`, a list of (sequence, its index in the pool, start, stop): rows
-    [start, stop), of which keys up to `stop` are there. Rows up to T are padding."""
+    [start, stop), of which keys up to `stop` are there. Rows up to T are padding. share: pages of several sequences are read
+    once for all of them; only with a row for each sequence."""
     queries = [s.q[start:stop] for s, _, start, stop in work]
     total = sum(map(len, queries))
     padding = np.full(((T or total) - total, *queries[0].shape[1:]), np.nan, np.float32)
@@ -83,7 +85,7 @@ def run(kernel, work, pool: Pool, T: int | None = None, schedule=None):
     kv_len = jnp.asarray([stop for *_, stop in work], jnp.int32)
     tables = jnp.asarray(pool.tables[[i for _, i, _, _ in work]])
     paged = (jnp.asarray(x, jnp.bfloat16) for x in (pool.k_pages, pool.v_pages))
-    o, lse = jax.block_until_ready(_run(kernel, q, *paged, q_start, kv_len, tables, schedule))
+    o, lse = jax.block_until_ready(_run(kernel, q, *paged, q_start, kv_len, tables, schedule, share))
     assert not np.asarray(o[total:], np.float32).any() and not np.asarray(lse[total:]).any(), "padding gives zeros"
     o, lse = np.asarray(o[:total]), np.asarray(lse[:total])
     assert np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
@@ -211,6 +213,50 @@ def test_error_is_no_larger_than_cudnns(d):
     mine, _ = run(hopper_forward, [(s, 0, 0, len(s.q))], Pool.of([s], page=64))
     ours, theirs = errors(f"forward, {len(s.q)} tokens, head_dim {d}, a peaked softmax", mine, cudnn, exact(s))
     assert ours <= 1.02 * theirs
+
+
+PROMPTS = [(2 * SPLIT, 20), (SPLIT + 300, 18), (2 * BLOCK, 2), (100, 3), (700, 1), (1000, 17)]
+"""Positions of prompts, and how many samples have each."""
+
+
+def samples(G: int, d: int, page: int):
+    """(sequences, each with its prompt in pages of its own; the same pool, but whole pages of a prompt are its first sample's)."""
+    sequences, firsts = [], []
+    for prompt, number in PROMPTS:
+        firsts += [(len(sequences), prompt // page)] * number
+        own = np.random.default_rng(prompt).integers(1, 500, number)
+        sequences += [Sequence.draw(prompt + n, 2, G, d, seed=len(sequences) + i) for i, n in enumerate(own)]
+    for s, (first, pages) in zip(sequences, firsts, strict=True):
+        for mine, its in ((s.k, sequences[first].k), (s.v, sequences[first].v)):
+            mine[: pages * page] = its[: pages * page]
+    apart = Pool.of(sequences, page)
+    together = Pool(apart.k_pages.copy(), apart.v_pages.copy(), apart.tables.copy())
+    for i, (first, pages) in enumerate(firsts):
+        if i != first:
+            for x in (together.k_pages, together.v_pages):
+                x[apart.tables[i, :pages]] = np.nan
+            together.tables[i, :pages] = apart.tables[first, :pages]
+    return sequences, apart, together
+
+
+@pytest.mark.parametrize("d, G, page", [(64, 3, 16), (128, 1, 128), (128, 4, 64), (256, 16, 8)])
+def test_samples_that_share_their_prompts_pages_have_the_bits_of_those_that_do_not(d, G, page):
+    sequences, apart, together = samples(G, d, page)
+    work = [(s, i, len(s.q) - 1, len(s.q)) for i, s in enumerate(sequences)]
+    work += [(sequences[0], 0, 9, 9)] * 3  # without rows, as an engine pads its steps
+    shared = run(hopper_decode, work, together, len(work), share=True)
+    for kernel, pool, share in (
+        (hopper_decode, apart, False),
+        (hopper_decode, together, False),
+        (hopper_decode, apart, True),
+        (hopper_forward, apart, False),
+    ):
+        assert different(run(kernel, work, pool, len(work), share=share), shared) == 0, (kernel.__name__, share)
+    # Control: a page of the first prompt is read by its samples, and by nobody else.
+    together.v_pages[together.tables[1, 0]] *= -1
+    changed = run(hopper_decode, work, together, len(work), share=True)
+    rows = {i for i, (x, y) in enumerate(zip(changed[0], shared[0], strict=True)) if differ(x, y)}
+    assert rows <= set(range(PROMPTS[0][1])) and len(rows) > PROMPTS[0][1] // 2  # of some rows it may have next to no weight
 
 
 def test_the_op_serves_both_kernels_and_a_layer_of_a_stack():

@@ -12,7 +12,8 @@ import pytest
 from isomodel import model, specs
 from isomodel.batch import Batch, TrainPages
 from isomodel.numerics import Numerics
-from isomodel.rollout import programs
+from isomodel.rollout import EngineConfig, programs
+from pallas_kernels import attention
 from pallas_kernels.weight import Weight
 from tests.isomodel import shapes
 
@@ -64,6 +65,22 @@ def test_prefill_and_decode_lower(name):
     ):
         text = lowered(functools.partial(step, cfg, HOPPER, SHAPES), *args)
         assert text.count("mosaic_gpu") >= 8
+
+
+def test_decode_steps_share_prompts_where_the_engine_is_made_so(monkeypatch):
+    cfg, seen, listed = MODELS["qwen3-0.6b"], [], attention.work_list
+    monkeypatch.setattr(attention, "work_list", lambda *a, share, **o: seen.append(share) or listed(*a, share=share, **o))
+    for share in (False, True):
+        config = EngineConfig(max_seqs=8, max_model_len=256, share_prompts=share, chunk_tokens=256, decode_steps=2)
+        sizes = programs.Shapes.of(dataclasses.replace(config, num_pages=64))
+        jax.eval_shape(
+            functools.partial(programs.mixed_step, cfg, HOPPER, sizes),
+            *programs.mixed_arguments(cfg, HOPPER, sizes, 256, 8),
+        )
+        jax.eval_shape(
+            functools.partial(programs.decode_loop, cfg, HOPPER, sizes), *programs.decode_arguments(cfg, HOPPER, sizes, 8)
+        )
+    assert seen == [False, False, False, True]
 
 
 @pytest.mark.parametrize("T, layer, kernels", [(8, 1, 2), (512, 1, 2), (8, None, 3)], ids=["decode", "prefill", "training"])

@@ -148,16 +148,21 @@ def test_items_are_every_split_of_every_tile_the_largest_first(seed, block):
     splits = -(-int(kv_len.max()) // SPLIT)
     per = SPLIT // block
     table, count = hopper_tiles.tiles(jnp.asarray(q_start), jnp.asarray(kv_len), T, 16, block)
-    found, items = map(np.asarray, jax.jit(hopper_decode.items, static_argnums=(1, 2))(table, splits, per))
-    want = [
-        (*tile, first, min(first + per, tile[4]))
-        for tile in np.asarray(table)[: int(count)].tolist()
-        for first in range(0, max(tile[4], 1), per)
-    ]
-    got = [tuple(row) for row in found[:items].tolist()]
-    assert sorted(got) == sorted(want) and len(set(got)) == len(got)
-    sizes = [row[6] - row[5] for row in got]
-    assert sizes == sorted(sizes, reverse=True)
+    blocks = np.asarray(table)[:, 4]
+    listed = jax.jit(hopper_decode.items, static_argnums=(1, 2))
+    some = np.random.default_rng(seed).integers(0, np.maximum(blocks, 1))
+    for begin in (0 * blocks, some, np.minimum(blocks // 2, per)):
+        found, items = map(np.asarray, listed(table, splits, per, jnp.asarray(begin)))
+        want = [
+            (*tile, max(first, start), min(first + per, tile[4]))
+            for tile, start in zip(np.asarray(table)[: int(count)].tolist(), begin.tolist(), strict=False)
+            for first in range(start // per * per, max(tile[4], 1), per)
+        ]
+        got = [tuple(row) for row in found[:items].tolist()]
+        assert sorted(got) == sorted(want) and len(set(got)) == len(got)
+        if not begin.any():
+            sizes = [row[6] - row[5] for row in got]
+            assert sizes == sorted(sizes, reverse=True)
 
 
 @pytest.mark.parametrize("items", [0, 1, 5, 6, 7, 40])
@@ -211,7 +216,8 @@ def test_splits_are_merged_in_order_in_the_interpreter(K, G):
     parts = np.moveaxis(o.reshape(splits * T, H, d // 32, 32), 2, 0), m.reshape(-1, H), l.reshape(-1, H)
     shape = Shape(H, K, d, 16)
     lengths = jnp.asarray(q_start), jnp.asarray(kv_len)
-    *_, table, count = hopper_decode.work_list(*lengths, splits * SPLIT // shape.page, T, shape)
+    pages = jnp.zeros((len(kv_len), splits * SPLIT // shape.page), jnp.int32)
+    *_, table, count = hopper_decode.work_list(*lengths, pages, T, shape)
     with mosaic.interpreted():
         got, lse = jax.jit(lambda *a: hopper_decode.merge_splits(*a, shape, T))(*map(jnp.asarray, parts), table, count)
     assert not gpu_callbacks.get_races().races_found
