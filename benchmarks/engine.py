@@ -93,7 +93,8 @@ def measure(model: str, python: str, seconds: float, repeats: int, options: dict
                 "target": "< 1.03",
             }
         )
-    return [{"command": f"python -m benchmarks.engine OUT.json {model}"} | row for row in rows]
+    typed = "".join(f" --option iso.{name}={json.dumps(value, separators=(',', ':'))}" for name, value in options.items())
+    return [{"command": f"python -m benchmarks.engine OUT.json {model}{typed}"} | row for row in rows]
 
 
 def _sizes(work: Work) -> str:

@@ -93,9 +93,10 @@ class Work:
         return sum(self.step_bytes(cfg)) * self.max_tokens / bytes_per_s
 
     def step_bytes(self, cfg: ModelConfig) -> tuple[int, int]:
-        """(bytes of weights, bytes of keys and values) that a decode step in the middle of the work reads, in bf16."""
+        """(bytes of weights, bytes of keys and values) that a decode step in the middle of the work reads, in bf16; a prompt's
+        keys and values once for all its samples."""
         D, F, d = cfg.hidden_size, cfg.intermediate_size, cfg.head_dim
         layer = D * d * (2 * cfg.num_heads + 2 * cfg.num_kv_heads) + 3 * D * F
         weights = 2 * (cfg.num_layers * layer + cfg.vocab_size * D)
-        context = self.prompt_tokens + self.max_tokens // 2
-        return weights, 4 * cfg.num_layers * self.sequences * context * cfg.num_kv_heads * d
+        positions = self.prompts * self.prompt_tokens + self.sequences * (self.max_tokens // 2)
+        return weights, 4 * cfg.num_layers * positions * cfg.num_kv_heads * d

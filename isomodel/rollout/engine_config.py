@@ -37,7 +37,7 @@ class EngineConfig:
       look_s: seconds between two looks, at most, as far as one step allows. Streams, aborts and new requests wait so long.
       prefix_cache: full pages are found again by later requests.
       share_prompts: decode steps read pages that samples side by side hold together, their prompt's, once for all of them
-        where that is faster (Hopper). Costs a launch of about 2 us a layer where nothing is shared.
+        where that is faster (Hopper). Costs a launch of about 2 us a layer where nothing is shared; no bit differs.
       logprobs: requests may ask for log-probabilities of what is sampled; without, steps compute none.
       prompt_logprobs: requests may ask for prompt log-probabilities (one more program a token bucket).
       top_logprobs: most alternatives that a request may ask for at each sampled token; they are computed at each step
@@ -61,7 +61,7 @@ class EngineConfig:
     decode_steps: int | None = None
     look_s: float = 0.5
     prefix_cache: bool = True
-    share_prompts: bool = False
+    share_prompts: bool = True
     logprobs: bool = True
     prompt_logprobs: bool = True
     top_logprobs: int = 0

@@ -75,6 +75,8 @@ def test_what_a_step_reads():
         2 * 7.57e9, rel=1e-2
     )  # 8.19e9 parameters, less the embedding's, which is not read
     assert kv_bytes == 256 * (128 + 256) * 36 * 2 * 8 * 128 * 2
+    groups = Work(prompts=16, samples=16, prompt_tokens=2048)  # a prompt is read once for all its samples
+    assert groups.step_bytes(SHAPES["qwen3-8b"])[1] == (16 * 2048 + 256 * 256) * 36 * 2 * 8 * 128 * 2
     assert Work().floor_s(SHAPES["qwen3-8b"], 1e12) == pytest.approx(512 * (weights_bytes + kv_bytes) / 1e12)
 
 
