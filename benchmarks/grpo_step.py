@@ -92,7 +92,7 @@ def steps(mode: str, cfg: ModelConfig, work: Work, microbatch_tokens: int, repea
     engine = None
     if not native:
         pages = n * -(-work.length // 16)
-        sizes = EngineConfig(max_seqs=n, max_model_len=work.length, num_pages=pages, prompt_logprobs=False)
+        sizes = EngineConfig(max_seqs=n, max_model_len=work.length, num_pages=pages, prompt_logprobs=False, seq_buckets=(n,))
         engine = Engine(cfg, state.params, numerics, sizes)
     rng = np.random.default_rng(0)
     sampling = SamplingParams(n=work.samples, max_tokens=work.max_tokens, ignore_eos=True)
