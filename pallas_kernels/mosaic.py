@@ -63,10 +63,15 @@ def interpreting() -> bool:
 
 
 def kernel(body, **options):
-    """`plgpu.kernel`, or its interpreted form inside `interpreted()`."""
+    """`plgpu.kernel`, or its interpreted form inside `interpreted()`. A profile shows it by the op and the function that made it."""
     if interpreting():
         options["interpret"] = plgpu.InterpretGPUParams(detect_races=True)
-    return plgpu.kernel(body, **options)
+    return plgpu.kernel(body, kernel_name=_name(body), **options)
+
+
+def _name(body) -> str:
+    words = body.__module__.split(".")[1:] + [body.__qualname__.partition(".<locals>")[0]]
+    return "_".join(word.removeprefix("hopper").strip("_") for word in words if word != "hopper")
 
 
 _announce = mosaic_utils.BarrierRef.arrive_expect_tx

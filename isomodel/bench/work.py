@@ -28,6 +28,21 @@ SHAPES: dict[str, ModelConfig] = {
     "qwen3-8b": ModelConfig(
         hidden_size=4096, intermediate_size=12288, num_layers=36, num_heads=32, tie_embeddings=False, **_QWEN3
     ),
+    "smollm2-135m": ModelConfig(
+        family="llama",
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_layers=30,
+        num_heads=9,
+        num_kv_heads=3,
+        head_dim=64,
+        rms_norm_eps=1e-5,
+        rope_theta=1e5,
+        max_positions=8192,
+        tie_embeddings=True,
+        qk_norm=False,
+    ),
 }
 """Models that are run with random weights, by the name that stands for their shape."""
 
