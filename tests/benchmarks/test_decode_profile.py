@@ -41,7 +41,7 @@ def test_numbers_of_a_compilation_are_no_part_of_a_name():
 
 def test_a_trace_of_no_whole_steps_is_refused():
     with pytest.raises(RuntimeError, match="once a step"):
-        summary(made(4, 2), 4)
+        summary(made(4, 1), 4)
 
 
 def test_a_model_that_is_not_there_is_refused(tmp_path, capsys):
