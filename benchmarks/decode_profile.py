@@ -23,6 +23,8 @@ from benchmarks.beside_vllm import AREA
 from isomodel.bench.work import SHAPES, Work
 
 STEPS = 32
+SAMPLING = "sample_scan"
+"""The kernel that runs once a step."""
 CONTEXT = 330
 """Tokens of a sequence before the first loop; the second one is traced."""
 
@@ -94,44 +96,45 @@ def trace(model: str, sequences: int, options: dict) -> list[Kernel]:
     return sorted(kernels, key=lambda k: k.start)
 
 
-def summary(kernels: list[Kernel], layers: int) -> dict:
-    """Times of a step, in us, medians over the whole steps of a trace.
+def steps_of(kernels: list[Kernel]) -> list[list[Kernel]]:
+    """The kernels of each step, which ends with its sampling. CUPTI shows a loop in a CUDA graph only once: then all are one step's.
 
-    A step ends with its longest kernel that runs once a step. Kernels that run `layers` times or more in it are a layer's; of one name,
-    such as the GEMMs, the first of a layer is told from the second.
+    Raises:
+      RuntimeError: nothing was sampled.
+    """
+    ends = [i + 1 for i, k in enumerate(kernels) if short(k.name) == SAMPLING]
+    if not ends:
+        raise RuntimeError(f"the trace has no kernel {SAMPLING}")
+    if len(ends) < 3:
+        return [kernels]
+    return [kernels[begin:end] for begin, end in zip(ends, ends[1:], strict=False)]
+
+
+def summary(kernels: list[Kernel], layers: int) -> dict:
+    """Times of a step, in us, medians over the steps of a trace.
+
+    Kernels that run `layers` times or more in a step are a layer's; of one name, such as the GEMMs, the first of a layer is told from
+    the second.
 
     Returns:
-      {"layer": {name: us}, "rest": {name: us, of all its runs in a step}, "step": from one step's end to the next, "layer_us": sum of a
+      {"layer": {name: us}, "rest": {name: us, of all its runs in a step}, "step": from first start to last end, "layer_us": sum of a
        layer's kernels, "layer_kernels": how many, "launches": of a step, "gap_us": from the end of a kernel to the start of the next,
        mean, "idle": share of the time in which no kernel runs}.
 
     Raises:
-      RuntimeError: the trace has fewer than two whole steps.
+      RuntimeError: nothing was sampled.
     """
-    names = [short(k.name) for k in kernels]
-    counts = collections.Counter(names)
-    durations = collections.defaultdict(float)
-    for kernel, name in zip(kernels, names, strict=True):
-        durations[name] += kernel.duration
-    fewest = STEPS // 2  # some of a loop's steps may be missing at a trace's ends
-    once = [n for n, count in counts.items() if fewest <= count <= STEPS]
-    if not once:
-        raise RuntimeError("the trace has no kernel that runs once a step")
-    last = max(once, key=lambda n: durations[n] / counts[n])
-    ends = [i for i, name in enumerate(names) if name == last]
-    if len(ends) < 3:
-        raise RuntimeError("the trace has fewer than two whole steps")
     layer, rest = collections.defaultdict(list), collections.defaultdict(list)
     spans, gaps, launches = [], [], []
-    for begin, end in zip(ends, ends[1:], strict=False):
-        of_step = kernels[begin + 1 : end + 1]
-        stops = [k.start + k.duration for k in kernels[begin:end]]
-        gaps += [max(0.0, k.start - stop) for k, stop in zip(of_step, stops, strict=True)]
-        spans.append(of_step[-1].start + of_step[-1].duration - stops[0])
-        launches.append(len(of_step))
-        runs = {n: c // layers for n, c in collections.Counter(names[begin + 1 : end + 1]).items()}
+    for step in steps_of(kernels):
+        stops = [k.start + k.duration for k in step]
+        gaps += [max(0.0, k.start - stop) for k, stop in zip(step[1:], stops, strict=False)]
+        spans.append(stops[-1] - step[0].start)
+        launches.append(len(step))
+        runs = {n: count // layers for n, count in collections.Counter(short(k.name) for k in step).items()}
         seen, others = collections.Counter(), collections.Counter()
-        for kernel, name in zip(of_step, names[begin + 1 : end + 1], strict=True):
+        for kernel in step:
+            name = short(kernel.name)
             if seen[name] < layers * runs[name]:
                 which = seen[name] % runs[name]
                 layer[name if runs[name] == 1 else f"{name} ({which + 1})"].append(kernel.duration)
