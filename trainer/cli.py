@@ -70,8 +70,10 @@ def run_train(args: argparse.Namespace) -> int:
         sys.stdout.write(config.to_yaml())
         return 0
     environment.use(config.numerics.mode)  # before JAX computes anything: one process has one numerics
+    from isomodel import program_cache
     from trainer.loop import train
 
+    program_cache.keep()
     result = train(
         config, allow_config_change=args.allow_config_change, allow_numerical_change=args.allow_numerical_change
     )

@@ -8,7 +8,7 @@ import json
 import sys
 from typing import Any
 
-from isomodel import fetch, weights
+from isomodel import fetch, program_cache, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.engine import Engine, PromptsRefused
@@ -145,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _complete(args: argparse.Namespace, lines: list[PromptLine], template_args: dict[str, Any]) -> list[Completion]:
     environment.use(args.numerics)
+    program_cache.keep()
     numerics = Numerics(args.numerics, args.backend, args.dtype)
     numerics.impl  # noqa: B018  (refuses a backend that cannot serve before anything is loaded)
     folder = fetch.resolve(args.model)

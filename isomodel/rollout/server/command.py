@@ -7,7 +7,7 @@ import os
 import socket
 import sys
 
-from isomodel import contract, fetch, weights
+from isomodel import contract, fetch, program_cache, weights
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout.command import add_engine_options, kv_size
@@ -87,6 +87,7 @@ def run(args: argparse.Namespace) -> int:
     if token is not None and not token.strip():
         raise ValueError("the admin token is empty; leave it out, or choose one that cannot be guessed")
     environment.use(args.numerics)
+    program_cache.keep()
     numerics = Numerics(args.numerics, args.backend, args.dtype)
     numerics.impl  # noqa: B018  (refuses a backend that cannot serve before anything is loaded)
     folder = fetch.resolve(args.model)
