@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 
@@ -67,6 +68,11 @@ class Plan:
     def samples(self) -> list[Sample]:
         """Samples in row order."""
         return self.decode + [chunk.sample for chunk in self.chunks]
+
+    @functools.cached_property
+    def slots(self) -> np.ndarray:
+        """Their slots, as they were when first asked for."""
+        return np.array([s.slot for s in self.samples])
 
     @property
     def rows(self) -> int:
@@ -282,23 +288,41 @@ class Scheduler:
 
     def _look_ahead(self, decode: list[Sample]) -> int:
         """Number of decode steps whose pages are all there, and takes these pages."""
-
-        def wanted(sample: Sample, steps: int) -> int:
-            last = min(sample.count + steps - 1, sample.request.limit - 1)
-            return max(0, self.pool.pages_for(last) - len(sample.pages))
-
         room_S = np.array([s.request.limit - s.count for s in decode])
         steps = min(self.decode_steps, self.most_steps, int(room_S.max()))
         if self.waiting:
             steps = self._worthwhile(steps, room_S)
-        while steps > 1 and sum(wanted(s, steps) for s in decode) > self.pool.available:
+        while not self._take_pages(decode, steps) and steps > 1:
             steps //= 2
-        for sample in decode:
-            if extra := wanted(sample, steps):
+        return steps
+
+    def _take_pages(self, decode: list[Sample], steps: int) -> bool:
+        """Takes the pages of `steps` decode steps; False, and nothing is taken, if they are not all there."""
+        lasts = (min(s.count + steps - 1, s.request.limit - 1) for s in decode)
+        wanted = [max(0, self.pool.pages_for(last) - len(s.pages)) for s, last in zip(decode, lasts, strict=True)]
+        if sum(wanted) > self.pool.available:
+            return False
+        for sample, extra in zip(decode, wanted, strict=True):
+            if extra:
                 have = len(sample.pages)
                 sample.pages += self.pool.allocate(extra)
                 self.slots.set_pages(sample, have)
-        return steps
+        return True
+
+    def follow(self, plan: Plan) -> Plan | None:
+        """A plan that goes on where `plan` ends, to be run before anyone knows what that brings: decode steps of the same samples in
+        the same rows. None where others want a turn, a sample has ended, or the pages are not there.
+
+        `plan` is the one that runs, not taken in yet. After this the next plan comes from `follow` again, or from `schedule` once both
+        are taken in.
+        """
+        decode = plan.decode
+        if plan.chunks or self.waiting or len(decode) != len(self.running) or any(s.finish_reason for s in decode):
+            return None
+        steps = min(self.decode_steps, self.most_steps, max(s.request.limit - s.count for s in decode) - plan.steps)
+        if steps < 1 or not self._take_pages(decode, plan.steps + steps):
+            return None
+        return Plan(decode, [], [], plan.version, steps)
 
     def _worthwhile(self, steps: int, room_S: np.ndarray) -> int:
         """Most steps, up to `steps`, after which samples that have ended will have idled no more than IDLE_SHARE of the rows:
@@ -348,9 +372,15 @@ class Scheduler:
             request.held = None
 
     def update(self, plan: Plan, result: StepResult) -> list[Sample]:
-        """Takes in what a step brought; returns the samples that finished, in row order, already off their slots."""
+        """Takes in what a step brought; returns the samples that finished, in row order, already off their slots.
+
+        What it brought to samples that had ended before, when the plan was on its way already, is nobody's.
+        """
         finished, n_decode = [], len(plan.decode)
+        live = [s for s in plan.samples if s.finish_reason is None]
         for i, sample in enumerate(plan.decode):
+            if sample.finish_reason:
+                continue
             n = result.counts_S[i]
             before = sample.count
             self._accept(sample, result, i, n)
@@ -377,9 +407,9 @@ class Scheduler:
                 self._accept(sample, result, i, 1)
         if n_decode:
             steps = max(1, int(result.counts_S[:n_decode].max()))
-            stops = sum(s.finish_reason == "stop" for s in plan.decode) / steps
+            stops = sum(s.finish_reason == "stop" for s in live) / steps
             self._stops += (stops - self._stops) * (1 - MEMORY**steps)
-        for sample in plan.samples:
+        for sample in live:
             sample.kv_ready = max(sample.kv_ready, sample.computed)
             if self.prefix_cache:
                 self._register(sample)
