@@ -134,6 +134,7 @@ class Scheduler:
         self.most_steps = decode_steps  # until the next look: whoever has a clock sets it
         self._stops = 0.0  # samples that a token or a string ends, a decode step, lately
         self._last = version  # of the last plan
+        self._short: int | None = None  # of a plan in the making: running samples that will want a page
         self.stats = SchedulerStats()
         self._holding: dict[str, Request] = {}  # requests that hold prompt pages, oldest first
 
@@ -175,7 +176,7 @@ class Scheduler:
         return self.version if sample.request.version is None else sample.request.version
 
     def _plan(self, version: int) -> Plan | None:
-        preemptions = self.stats.preemptions
+        preemptions, self._short = self.stats.preemptions, None
         mine = [s for s in self.running if s.request.version == version]
         decoding = [s for s in mine if s.decodes]
         plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [], version)
@@ -255,6 +256,7 @@ class Scheduler:
         sample.computed = min(ready, sample.count - 1)
         self.stats.reused_tokens += sample.computed
         sample.attached = True
+        self._short += self._wants(sample)
         request.unattached -= 1
         if request.held is None and request.unattached:
             if ready >= sample.prompt_len:
@@ -267,8 +269,12 @@ class Scheduler:
 
     def _soon_needed(self) -> int:
         """Pages that running samples will want: without them, an admission would soon be preempted again."""
-        pool = self.pool
-        return sum(s.attached and pool.pages_for(s.request.limit - 1) > len(s.pages) for s in self.running)
+        if self._short is None:  # counted once a plan: every admission asks
+            self._short = sum(s.attached and self._wants(s) for s in self.running)
+        return self._short
+
+    def _wants(self, sample: Sample) -> bool:
+        return self.pool.pages_for(sample.request.limit - 1) > len(sample.pages)
 
     def _grow(self, sample: Sample) -> bool:
         """Makes sure a decoding sample's next row has a page; False if it had to give way itself."""
