@@ -72,19 +72,21 @@ def trace(model: str, sequences: int, options: dict) -> list[Kernel]:
     work, sampling = Work(prompts=sequences, prompt_tokens=CONTEXT), SamplingParams(max_tokens=max_tokens, ignore_eos=True)
     engine.generate(work.token_ids(cfg.vocab_size, 0), sampling)
     runner, calls = engine._runner, 0
-    decode = runner._decode
+    start = runner.start
 
     with tempfile.TemporaryDirectory() as folder:
 
-        def traced(plan):
+        def traced(plan, after=None):
             nonlocal calls
-            calls += 1
-            if calls != 2:
-                return decode(plan)
+            calls += not plan.chunks
+            if plan.chunks or calls != 2:
+                return start(plan, after)
+            if after is not None:
+                jax.block_until_ready(after.brings)
             with jax.profiler.trace(folder):
-                return decode(plan)
+                return jax.block_until_ready(start(plan, after))
 
-        runner._decode = traced
+        runner.start = traced
         engine.generate(work.token_ids(cfg.vocab_size, 1), sampling)
         (path,) = pathlib.Path(folder).glob("**/*.xplane.pb")
         planes = jax.profiler.ProfileData.from_file(str(path)).planes

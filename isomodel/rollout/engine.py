@@ -16,9 +16,9 @@ from isomodel.rollout.engine_config import ON_UPDATE, EngineConfig
 from isomodel.rollout.outputs import Completion, EngineStats, Tail
 from isomodel.rollout.pages import PagePool
 from isomodel.rollout.progress import Bar
-from isomodel.rollout.runner import Runner
+from isomodel.rollout.runner import Runner, Running
 from isomodel.rollout.sampling_params import SamplingParams, assigned_seed
-from isomodel.rollout.scheduler import Scheduler
+from isomodel.rollout.scheduler import Plan, Scheduler
 from isomodel.rollout.sequence import Request, Sample
 from isomodel.rollout.slots import SlotTable
 from isomodel.specs import Params
@@ -101,6 +101,8 @@ class Engine:
             prefix_cache=self.config.prefix_cache,
             version=version,
         )
+        self._ahead: tuple[Plan, Running] | None = None  # runs, or will once what runs is done; not taken in yet
+        self._came = 0.0  # when the last plan's result came
         self._requests: dict[str, Request] = {}
         self._finished: list[Completion] = []  # not returned by `step` yet
         self._requests_taken = self._completions = self._steps = self._tokens = 0
@@ -215,25 +217,36 @@ class Engine:
         return finished
 
     def _advance(self) -> None:
-        """One batch, if there is one."""
+        """One batch, if there is one. The device has been given the next decode loop by the time that this one is taken in, where that
+        can be said before."""
         start = time.perf_counter()
-        plan = self._scheduler.schedule()
-        if plan is None:
-            return
+        now, self._ahead = self._ahead, None
+        if now is None:
+            plan = self._scheduler.schedule()
+            if plan is None:
+                return
+            now = plan, self._runner.start(plan)
+        plan, running = now
+        following = self._scheduler.follow(plan)
+        ahead = following and (following, self._runner.start(following, running))
         before = sum(s.count for s in plan.samples)
-        result = self._runner.run(plan)
+        result = self._runner.result(running)
+        came = time.perf_counter()
         if not plan.chunks:
-            self._pace(time.perf_counter() - start, int(result.counts_S.max()))
+            self._pace(came - max(start, self._came), int(result.counts_S.max()))
+        self._came = came
         done = self._scheduler.update(plan, result)
         self._tokens += sum(s.count for s in plan.samples) - before
         self._finish(done)
+        if following and any(s.finish_reason is None for s in following.decode):
+            self._ahead = ahead  # only now: if this is interrupted, samples go on from what was taken in
         self._forget_older()
         self._steps += 1
         self._busy_s += time.perf_counter() - start
 
     def _pace(self, seconds: float, steps: int) -> None:
-        """Keeps the time between two looks to look_s, by how long the last steps took."""
-        self._scheduler.most_steps = max(1, int(self.config.look_s * max(1, steps) / seconds))
+        """Keeps the time in which nobody is admitted, that of two loops, to look_s, by how long the last steps took."""
+        self._scheduler.most_steps = max(1, int(self.config.look_s / 2 * max(1, steps) / seconds))
 
     def _finish(self, samples: Sequence[Sample]) -> None:
         for sample in samples:
@@ -390,6 +403,7 @@ class Engine:
         """
         if self._scheduler.has_work:
             raise ValueError(f"{len(self._requests)} requests are in flight; finish or abort them before the pages go")
+        self._ahead = None  # of samples that were aborted
         dropped = self._pool.drop_cached()
         self._runner.release_cache()
         return dropped
@@ -427,6 +441,7 @@ class Engine:
             runner.older[self.version] = runner.params
             dropped = self._scheduler.begin_version(version)
         else:
+            self._ahead = None  # its samples go back to the queue without what it brings
             dropped = self._scheduler.change_weights(version, keep_tokens=on_update == "continue")
         runner.params = params
         self._forget_older()

@@ -34,7 +34,8 @@ class EngineConfig:
       chunk_tokens: prompt rows of a step, at most; None: see GPU and CPU.
       decode_steps: most steps that the device takes between two looks by the host; None: see GPU and CPU. Fewer where others
         wait for room and samples end (scheduler.IDLE_SHARE).
-      look_s: seconds between two looks, at most, as far as one step allows. Streams, aborts and new requests wait so long.
+      look_s: seconds of the two loops, at most, that the device has been given at any time, as far as one step allows. New requests
+        wait so long; streams get their tokens twice as often.
       prefix_cache: full pages are found again by later requests.
       share_prompts: decode steps read pages that samples side by side hold together, their prompt's, once for all of them
         where that is faster (Hopper). Costs a launch of about 2 us a layer where nothing is shared; no bit differs.

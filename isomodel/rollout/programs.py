@@ -143,7 +143,9 @@ def decode_loop(
 
     A sample that stopped runs on as the same row, writing nothing, so that shapes stay and neighbours do not notice.
 
-    Returns (cache, counts [S], Chosen of K = shapes.decode_steps steps); a sample's first counts[s] are its own.
+    Returns:
+      (cache, counts [S], Chosen of K = shapes.decode_steps steps, of which a sample's first counts[s] are its own, and tokens,
+      kv_len and room of a `Decoding` that goes on from there: samples that stopped have no room).
     """
     S = state.tokens_S.shape[0]
     used_S = state.kv_len_S > 0
@@ -186,8 +188,9 @@ def decode_loop(
 
     active_S = used_S & (state.room_S > 0)
     carry = (jnp.int32(0), active_S, jnp.zeros(S, jnp.int32), state.tokens_S, cache, outputs)
-    _, _, counts_S, _, cache, outputs = lax.while_loop(goes_on, step, carry)
-    return cache, counts_S, outputs
+    _, goes_S, counts_S, tokens_S, cache, outputs = lax.while_loop(goes_on, step, carry)
+    kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S, 0)
+    return cache, counts_S, outputs, (tokens_S, kv_len_S, jnp.where(goes_S, state.room_S - counts_S, 0))
 
 
 def copy_pages(cache: KVCache, source_C: jax.Array, destination_C: jax.Array) -> KVCache:

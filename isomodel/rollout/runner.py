@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import concurrent.futures
+import dataclasses
 import functools
 import os
 import sys
@@ -20,6 +21,24 @@ from isomodel.rollout.engine_config import EngineConfig
 from isomodel.rollout.scheduler import Plan, StepResult
 from isomodel.rollout.slots import SlotTable
 from isomodel.specs import Params, weight_faults
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Running:
+    """A plan that the device has been given.
+
+    Attributes:
+      brings: counts, Chosen and prompt log-probabilities (or None) on the device; `mixed`: of one step, without a leading axis.
+      stands: tokens, kv_len and room of a decode loop's samples after it; None after a mixed step.
+      state, sampling: what the loop was given.
+    """
+
+    brings: tuple
+    mixed: bool = dataclasses.field(default=False, metadata=dict(static=True))
+    stands: tuple[jax.Array, jax.Array, jax.Array] | None = None
+    state: programs.Decoding | None = None
+    sampling: programs.Sampling | None = None
 
 
 class Runner:
@@ -116,12 +135,31 @@ class Runner:
             "decode": lambda: jax.eval_shape(loop, *programs.decode_arguments(*args, S)),
         }
 
-    def run(self, plan: Plan) -> StepResult:
-        """Copies the plan's pages, runs its rows and samples."""
+    def start(self, plan: Plan, after: Running | None = None) -> Running:
+        """Gives the device a plan: copies its pages, runs its rows and samples. Does not wait for it.
+
+        Args:
+          after: the decode loop before it, if the plan follows that one (Scheduler.follow): of the same samples in the same rows, which
+            go on from where that leaves them, whatever it brings.
+        """
         self.take_cache()
         if plan.copies:
             self._copy(plan.copies)
-        return self._mixed(plan) if plan.chunks else self._decode(plan)
+        if plan.chunks:
+            return self._mixed(plan)
+        if after is None:
+            return self._loop(plan, *self._decoding(plan))
+        tables_SP = self._tables(plan.slots, len(after.state.page_table_SP))
+        tokens_S, kv_len_S, room_S = after.stands
+        state = programs.Decoding(tokens_S, kv_len_S, room_S, after.state.stops_SE, tables_SP, np.int32(plan.steps))
+        return self._loop(plan, state, after.sampling)
+
+    def result(self, running: Running) -> StepResult:
+        """What a plan brought, as soon as the device is done with it."""
+        counts, chosen, scored = jax.device_get(running.brings)
+        if running.mixed:
+            chosen = jax.tree.map(lambda x: x[None], chosen)
+        return StepResult(counts, chosen, scored)
 
     def _params(self, plan: Plan) -> Params:
         return self.older.get(plan.version, self.params)
@@ -155,11 +193,11 @@ class Runner:
         out[: len(slots)] = self.slots.page_table_MP[slots]
         return out
 
-    def _decode(self, plan: Plan) -> StepResult:
-        samples = plan.decode
+    def _decoding(self, plan: Plan) -> tuple[programs.Decoding, programs.Sampling]:
+        """Where the plan's samples stand by what the host knows, and how they sample."""
+        samples, slots = plan.decode, plan.slots
         n = len(samples)
         S = _bucket(self.config.seq_buckets, n)
-        slots = np.array([s.slot for s in samples])
         tokens_S, kv_len_S, room_S = np.zeros((3, S), np.int32)
         tokens_S[:n] = [s.tokens[s.count - 1] for s in samples]
         kv_len_S[:n] = [s.count for s in samples]
@@ -167,15 +205,18 @@ class Runner:
         stops_SE = np.full((S, self.slots.stops_ME.shape[1]), -1, np.int32)
         stops_SE[:n] = self.slots.stops_ME[slots]
         state = programs.Decoding(tokens_S, kv_len_S, room_S, stops_SE, self._tables(slots, S), np.int32(plan.steps))
-        run = programs.compiled_decode(self.cfg, self.numerics, self.shapes, S)
-        self.cache, counts, chosen = run(self._params(plan), self.cache, state, self._sampling(slots, S))
-        return StepResult(*jax.device_get((counts, chosen)))
+        return state, self._sampling(slots, S)
 
-    def _mixed(self, plan: Plan) -> StepResult:
-        samples, decode = plan.samples, plan.decode
+    def _loop(self, plan: Plan, state: programs.Decoding, sampling: programs.Sampling) -> Running:
+        run = programs.compiled_decode(self.cfg, self.numerics, self.shapes, len(state.page_table_SP))
+        self.cache, counts, chosen, stands = run(self._params(plan), self.cache, state, sampling)
+        return Running((counts, chosen, None), False, stands, state, sampling)
+
+    def _mixed(self, plan: Plan) -> Running:
+        decode = plan.decode
         T, S = _bucket(self.config.token_buckets, plan.rows), self.config.seq_buckets[-1]
         size = self.shapes.page_size
-        slots = np.array([s.slot for s in samples])
+        slots = plan.slots
         tokens_T, positions_T, seq_T = np.zeros((3, T), np.int32)
         written_T = np.zeros(T, bool)
         q_start_S1 = np.full(S + 1, plan.rows, np.int32)
@@ -203,8 +244,7 @@ class Runner:
         run = programs.compiled_mixed(self.cfg, self.numerics, self.shapes, T, S)
         self.cache, hidden_TD, chosen = run(self._params(plan), self.cache, batch, self._sampling(slots, S))
         scored = self._score(plan, hidden_TD, T) if any(not c.sample.request.scored for c in plan.chunks) else None
-        chosen, scored = jax.device_get((chosen, scored))
-        return StepResult(np.ones(S, np.int32), jax.tree.map(lambda x: x[None], chosen), scored)
+        return Running((np.ones(S, np.int32), chosen, scored), mixed=True)
 
     def _score(self, plan: Plan, hidden_TD: jax.Array, T: int) -> jax.Array:
         """Log-probability of each chunk row's next prompt token (rows without one score token 0; nobody reads it)."""

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import itertools
 from collections.abc import Iterable
 
@@ -67,6 +68,11 @@ class Plan:
     def samples(self) -> list[Sample]:
         """Samples in row order."""
         return self.decode + [chunk.sample for chunk in self.chunks]
+
+    @functools.cached_property
+    def slots(self) -> np.ndarray:
+        """Their slots, as they were when first asked for."""
+        return np.array([s.slot for s in self.samples])
 
     @property
     def rows(self) -> int:
@@ -128,6 +134,7 @@ class Scheduler:
         self.most_steps = decode_steps  # until the next look: whoever has a clock sets it
         self._stops = 0.0  # samples that a token or a string ends, a decode step, lately
         self._last = version  # of the last plan
+        self._short: int | None = None  # of a plan in the making: running samples that will want a page
         self.stats = SchedulerStats()
         self._holding: dict[str, Request] = {}  # requests that hold prompt pages, oldest first
 
@@ -169,7 +176,7 @@ class Scheduler:
         return self.version if sample.request.version is None else sample.request.version
 
     def _plan(self, version: int) -> Plan | None:
-        preemptions = self.stats.preemptions
+        preemptions, self._short = self.stats.preemptions, None
         mine = [s for s in self.running if s.request.version == version]
         decoding = [s for s in mine if s.decodes]
         plan = Plan([s for s in decoding if s.slot >= 0 and self._grow(s)], [], [], version)
@@ -249,6 +256,7 @@ class Scheduler:
         sample.computed = min(ready, sample.count - 1)
         self.stats.reused_tokens += sample.computed
         sample.attached = True
+        self._short += self._wants(sample)
         request.unattached -= 1
         if request.held is None and request.unattached:
             if ready >= sample.prompt_len:
@@ -261,8 +269,12 @@ class Scheduler:
 
     def _soon_needed(self) -> int:
         """Pages that running samples will want: without them, an admission would soon be preempted again."""
-        pool = self.pool
-        return sum(s.attached and pool.pages_for(s.request.limit - 1) > len(s.pages) for s in self.running)
+        if self._short is None:  # counted once a plan: every admission asks
+            self._short = sum(s.attached and self._wants(s) for s in self.running)
+        return self._short
+
+    def _wants(self, sample: Sample) -> bool:
+        return self.pool.pages_for(sample.request.limit - 1) > len(sample.pages)
 
     def _grow(self, sample: Sample) -> bool:
         """Makes sure a decoding sample's next row has a page; False if it had to give way itself."""
@@ -282,23 +294,41 @@ class Scheduler:
 
     def _look_ahead(self, decode: list[Sample]) -> int:
         """Number of decode steps whose pages are all there, and takes these pages."""
-
-        def wanted(sample: Sample, steps: int) -> int:
-            last = min(sample.count + steps - 1, sample.request.limit - 1)
-            return max(0, self.pool.pages_for(last) - len(sample.pages))
-
         room_S = np.array([s.request.limit - s.count for s in decode])
         steps = min(self.decode_steps, self.most_steps, int(room_S.max()))
         if self.waiting:
             steps = self._worthwhile(steps, room_S)
-        while steps > 1 and sum(wanted(s, steps) for s in decode) > self.pool.available:
+        while not self._take_pages(decode, steps) and steps > 1:
             steps //= 2
-        for sample in decode:
-            if extra := wanted(sample, steps):
+        return steps
+
+    def _take_pages(self, decode: list[Sample], steps: int) -> bool:
+        """Takes the pages of `steps` decode steps; False, and nothing is taken, if they are not all there."""
+        lasts = (min(s.count + steps - 1, s.request.limit - 1) for s in decode)
+        wanted = [max(0, self.pool.pages_for(last) - len(s.pages)) for s, last in zip(decode, lasts, strict=True)]
+        if sum(wanted) > self.pool.available:
+            return False
+        for sample, extra in zip(decode, wanted, strict=True):
+            if extra:
                 have = len(sample.pages)
                 sample.pages += self.pool.allocate(extra)
                 self.slots.set_pages(sample, have)
-        return steps
+        return True
+
+    def follow(self, plan: Plan) -> Plan | None:
+        """A plan that goes on where `plan` ends, to be run before anyone knows what that brings: decode steps of the same samples in
+        the same rows. None where others want a turn, a sample has ended, or the pages are not there.
+
+        `plan` is the one that runs, not taken in yet. After this the next plan comes from `follow` again, or from `schedule` once both
+        are taken in.
+        """
+        decode = plan.decode
+        if plan.chunks or self.waiting or len(decode) != len(self.running) or any(s.finish_reason for s in decode):
+            return None
+        steps = min(self.decode_steps, self.most_steps, max(s.request.limit - s.count for s in decode) - plan.steps)
+        if steps < 1 or not self._take_pages(decode, plan.steps + steps):
+            return None
+        return Plan(decode, [], [], plan.version, steps)
 
     def _worthwhile(self, steps: int, room_S: np.ndarray) -> int:
         """Most steps, up to `steps`, after which samples that have ended will have idled no more than IDLE_SHARE of the rows:
@@ -348,9 +378,15 @@ class Scheduler:
             request.held = None
 
     def update(self, plan: Plan, result: StepResult) -> list[Sample]:
-        """Takes in what a step brought; returns the samples that finished, in row order, already off their slots."""
+        """Takes in what a step brought; returns the samples that finished, in row order, already off their slots.
+
+        What it brought to samples that had ended before, when the plan was on its way already, is nobody's.
+        """
         finished, n_decode = [], len(plan.decode)
+        live = [s for s in plan.samples if s.finish_reason is None]
         for i, sample in enumerate(plan.decode):
+            if sample.finish_reason:
+                continue
             n = result.counts_S[i]
             before = sample.count
             self._accept(sample, result, i, n)
@@ -377,9 +413,9 @@ class Scheduler:
                 self._accept(sample, result, i, 1)
         if n_decode:
             steps = max(1, int(result.counts_S[:n_decode].max()))
-            stops = sum(s.finish_reason == "stop" for s in plan.decode) / steps
+            stops = sum(s.finish_reason == "stop" for s in live) / steps
             self._stops += (stops - self._stops) * (1 - MEMORY**steps)
-        for sample in plan.samples:
+        for sample in live:
             sample.kv_ready = max(sample.kv_ready, sample.computed)
             if self.prefix_cache:
                 self._register(sample)

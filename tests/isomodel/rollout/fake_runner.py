@@ -35,6 +35,9 @@ class FakeRunner:
         self.pool = scheduler.pool
         self.store = np.full((self.pool.num_pages, self.pool.page_size), EMPTY, np.int32)
         self.versions = np.full_like(self.store, EMPTY)  # of the weights that wrote a position
+        self.stands: dict[Sample, tuple[int, int, int]] = {}  # of a decode loop's samples after it: token, position, room
+        self.ahead: tuple[Plan, StepResult] | None = None  # run, not taken in
+        self.followed = 0
 
     def _row(self, sample: Sample, position: int, token: int) -> int:
         """Writes the row's token to its page, reads the whole history through the page table, gives the next token."""
@@ -54,7 +57,8 @@ class FakeRunner:
         assert (self.versions[pages].reshape(-1)[: position + 1] == sample.request.version).all(), "a page of other weights"
         return next_token(history, sample.key)
 
-    def run(self, plan: Plan) -> StepResult:
+    def run(self, plan: Plan, follows: bool = False) -> StepResult:
+        """What the plan brings; `follows`: from where the loop before left its samples, of which the scheduler does not know."""
         for source, destination in plan.copies:
             self.store[destination] = self.store[source]
             self.versions[destination] = self.versions[source]
@@ -63,12 +67,17 @@ class FakeRunner:
         tokens = np.full((plan.steps, len(samples)), EMPTY, np.int32)
         counts = np.zeros(len(samples), np.int32)
         for i, sample in enumerate(plan.decode):
-            token, position = int(sample.tokens[sample.computed]), sample.computed
-            for k in range(min(plan.steps, sample.request.limit - sample.count)):
+            token, position, room = int(sample.tokens[sample.computed]), sample.computed, sample.request.limit - sample.count
+            if follows:
+                token, position, room = self.stands[sample]
+            for k in range(min(plan.steps, room)):
                 token = tokens[k, i] = self._row(sample, position + k, token)
                 counts[i] += 1
+                room -= 1
                 if token in sample.request.stop_ids:
+                    room = 0
                     break
+            self.stands[sample] = token, position + int(counts[i]), room
         for i, chunk in enumerate(plan.chunks, len(plan.decode)):
             assert chunk.count > 0 and plan.steps == 1
             for position in range(chunk.start, chunk.start + chunk.count):
@@ -96,9 +105,22 @@ def make(num_pages=64, page_size=4, max_seqs=8, chunk_tokens=16, decode_steps=4,
 
 
 def step(scheduler: Scheduler, runner: FakeRunner) -> list[Sample]:
-    plan = scheduler.schedule()
-    scheduler.check()
-    done = scheduler.update(plan, runner.run(plan)) if plan else []
+    """As the engine does: the next decode loop runs before this one is taken in, where the scheduler can say it before."""
+    now, runner.ahead = runner.ahead, None
+    if now is None:
+        plan = scheduler.schedule()
+        scheduler.check()
+        if plan is None:
+            return []
+        now = plan, runner.run(plan)
+    plan, result = now
+    if following := scheduler.follow(plan):
+        scheduler.check()
+        ahead = following, runner.run(following, follows=True)
+        runner.followed += 1
+    done = scheduler.update(plan, result)
+    if following and any(s.finish_reason is None for s in following.decode):
+        runner.ahead = ahead
     scheduler.check()
     return done
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from isomodel.contract import derive, trace_cases
-from isomodel.rollout import EngineConfig, SamplingParams, programs
+from isomodel.rollout import EngineConfig, SamplingParams, programs, slots
 from isomodel.rollout.outputs import Completion
 from pallas_kernels import registry
 from tests.isomodel.rollout import tiny
@@ -214,20 +214,20 @@ def test_requests_beside_generate_are_returned_by_the_next_step(engine):
 
 def test_an_interrupted_generate_leaves_the_engine_usable(engine):
     prompts = tiny.prompts(12)
-    runner, calls = engine._runner.run, []
+    result, calls = engine._runner.result, []
 
-    def interrupted(plan):
-        calls.append(plan)
+    def interrupted(running):
+        calls.append(running)
         if len(calls) == 4:
             raise KeyboardInterrupt
-        return runner(plan)
+        return result(running)
 
-    engine._runner.run = interrupted
+    engine._runner.result = interrupted
     try:
         with pytest.raises(KeyboardInterrupt):
             engine.generate(prompts, GREEDY)
     finally:
-        del engine._runner.run
+        del engine._runner.result
     engine.check()
     assert not engine.has_work and engine.stats().pages_in_use == 0
     tiny.assert_same_bits(engine.generate(prompts[:1], GREEDY), [tiny.alone(prompts[0], GREEDY)])
@@ -288,12 +288,84 @@ def test_nothing_compiles_after_the_start():
         assert len(compiled) >= 2, "control: an engine that was not warmed up compiles, and the counter sees it"
 
 
+def sent_ahead(engine) -> list:
+    """Grows by the samples, and how long they were, of each loop that the engine sends to the device behind one that still runs."""
+    start, seen = engine._runner.start, []
+
+    def noted(plan, after=None):
+        if after is not None:
+            seen.append([(sample, sample.count) for sample in plan.decode])
+        return start(plan, after)
+
+    engine._runner.start = noted
+    return seen
+
+
+def test_loops_sent_ahead_have_the_bits_of_loops_one_by_one():
+    prompts = tiny.prompts(6)
+    stops = tuple(range(100, 100 + slots.DEVICE_STOPS + 12))  # most of them the host alone knows
+    sampling = [SamplingParams(max_tokens=30, seed=i, stop_token_ids=stops if i % 2 else ()) for i in range(6)]
+    engine, patient = tiny.engine(), tiny.engine()
+    patient._scheduler.follow = lambda plan: None
+    ahead = sent_ahead(engine)
+    want = patient.generate(prompts, sampling)
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    assert any(c.finish_reason == "stop" for c in want) and ahead
+    ended = [s for samples in ahead for s, count in samples if s.finish_reason == "stop" and s.count <= count + tiny.ENGINE.decode_steps]
+    assert any(s.stop_reason >= stops[slots.DEVICE_STOPS] for s in ended), "the host ended a sample, and the device went on with it"
+    engine.check()
+    assert engine.stats().pages_in_use == 0
+
+
+@pytest.mark.parametrize("on_update", ["finish", "restart", "continue"])
+def test_weights_change_while_a_loop_is_ahead(on_update):
+    prompts, sampling, weights = tiny.prompts(3), SamplingParams(max_tokens=30, seed=1), tiny.params(1)
+    found = []
+    for patient in (False, True):
+        engine = tiny.engine()
+        if patient:
+            engine._scheduler.follow = lambda plan: None
+        for i, p in enumerate(prompts):
+            engine.add_request(p, sampling, str(i))
+        while engine._requests["0"].samples[0].generated < 9:
+            engine.step()
+        assert (engine._ahead is None) == patient
+        engine.update_weights(weights, 1, on_update=on_update)
+        found.append(sorted(drain(engine), key=lambda c: c.request_id))
+        engine.check()
+        assert engine.stats().pages_in_use == 0
+    tiny.assert_same_bits(*found)
+    versions = [set(c.versions.tolist()) for c in found[0]]
+    assert versions == [{"finish": {0}, "restart": {1}, "continue": {0, 1}}[on_update]] * 3
+
+
+def test_an_abort_while_a_loop_is_ahead_harms_nobody():
+    engine = tiny.engine()
+    sampling = SamplingParams(max_tokens=30, seed=1)
+    for i, p in enumerate(tiny.prompts(2)):
+        engine.add_request(p, sampling, str(i))
+    while engine._ahead is None:
+        engine.step()
+    engine.abort("0")
+    engine.add_request(tiny.prompts(3)[2], sampling, "2")  # may get the pages of the one that left
+    done = {c.request_id: c for c in drain(engine)}
+    assert done["0"].finish_reason == "abort"
+    for i in (1, 2):
+        tiny.assert_same_bits([done[str(i)]], [tiny.alone(tiny.prompts(3)[i], sampling)])
+    engine.add_request([1, 2, 3], sampling, "last")
+    while engine._ahead is None:
+        engine.step()
+    engine.abort("last")
+    engine.release_pages()
+    assert engine._ahead is None and [c.request_id for c in engine.step()] == ["last"] and not engine.has_work
+
+
 def test_a_clock_bounds_the_steps_between_two_looks():
     ask = SamplingParams(max_tokens=13, seed=5)
     engine, hasty = tiny.engine(), tiny.engine(look_s=1e-9)
     tiny.assert_same_bits(hasty.generate([[1, 2, 3]], ask), engine.generate([[1, 2, 3]], ask))
-    first = tiny.ENGINE.decode_steps  # the first loop has no measured step to go by
-    assert engine.stats().steps == 1 + 12 // first and hasty.stats().steps == 1 + 1 + (12 - first)
+    first = tiny.ENGINE.decode_steps  # two loops are sent before a step is measured
+    assert engine.stats().steps == 1 + 12 // first and hasty.stats().steps == 1 + 2 + (12 - 2 * first)
 
 
 def test_stats_add_up():

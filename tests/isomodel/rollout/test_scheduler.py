@@ -131,6 +131,7 @@ def test_a_sample_that_resumes_with_all_but_its_newest_token_cached():
     scheduler.decode_steps = 1
     while sample.count != 13:
         step(scheduler, runner)
+    runner.ahead = None
     scheduler._preempt(sample)
     plan = scheduler.schedule()
     assert sample.computed == 12 and [(c.start, c.count) for c in plan.chunks] == [(12, 1)]
@@ -175,6 +176,7 @@ def test_new_weights_drop_every_page_and_hold(keep):
         step(scheduler, runner)
     generated = [s.generated for s in r.samples]
     assert max(generated) > 0 and scheduler.pool.cached > 0 and r.held is not None
+    runner.ahead = None
     assert scheduler.change_weights(1, keep_tokens=keep) > 0
     assert scheduler.pool.available == scheduler.pool.num_pages and not scheduler.pool.cached and r.held is None
     assert [s.generated for s in r.samples] == (generated if keep else [0] * 5)
@@ -317,11 +319,58 @@ def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, even
                     scheduler.abort(live[0])
                     aborted.add(live[0].id)
             else:
+                runner.ahead = None
                 scheduler.change_weights(scheduler.version + 1, keep_tokens=event == "keep")
                 runner.store[:] = -1
         step(scheduler, runner)
         now += 1
     assert_as_alone([r for r in requests if r.id not in aborted])
+    assert_no_leak(scheduler)
+
+
+def test_a_loop_follows_before_the_one_that_runs_is_taken_in():
+    scheduler, runner = make(decode_steps=3)
+    a, b = request("a", range(5), new=16), request("b", range(20, 26), new=30, stops=[3])
+    scheduler.add(a), scheduler.add(b)
+    step(scheduler, runner)
+    plan = scheduler.schedule()
+    result = runner.run(plan)
+    following = scheduler.follow(plan)
+    assert following.decode == plan.decode and following.steps == 3 and following.version == plan.version
+    scheduler.check()
+    assert all(len(s.pages) >= scheduler.pool.pages_for(s.count + 5) for s in plan.decode)  # both loops' pages are there
+    runner.ahead = following, runner.run(following, follows=True)
+    scheduler.update(plan, result)
+    drain(scheduler, runner)
+    assert runner.followed > 2
+    assert_as_alone([a, b])
+    assert_no_leak(scheduler)
+
+
+def test_nothing_follows_where_others_want_a_turn_or_a_sample_has_ended():
+    scheduler, runner = make(decode_steps=3, max_seqs=2, num_pages=12)
+    a, b = request("a", range(5), new=9), request("b", range(20, 25), new=40)
+    scheduler.add(a), scheduler.add(b)
+    prefill = scheduler.schedule()
+    assert scheduler.follow(prefill) is None  # its rows are a prompt's
+    scheduler.update(prefill, runner.run(prefill))
+    plan = scheduler.schedule()
+    free = scheduler.pool.allocate(scheduler.pool.available)
+    assert scheduler.follow(plan) is None  # no page is left for 6 steps
+    scheduler.pool.release(free)
+    waits = request("c", range(3))
+    scheduler.add(waits)
+    assert scheduler.follow(plan) is None  # somebody wants to be admitted
+    scheduler.abort(waits)
+    following = scheduler.follow(plan)
+    results = runner.run(plan), runner.run(following, follows=True)
+    scheduler.update(plan, results[0])
+    scheduler.abort(a)
+    assert scheduler.follow(following) is None  # its rows are not those of samples that run
+    count = a.samples[0].count
+    assert scheduler.update(following, results[1]) == [] and a.samples[0].count == count
+    drain(scheduler, runner)
+    assert_as_alone([b])
     assert_no_leak(scheduler)
 
 

@@ -56,20 +56,27 @@ def test_64_clients_get_what_each_gets_alone(live, tmp_path, capsys):
 @contextlib.contextmanager
 def a_bit_more_in_company(server):
     """Log-probabilities are one ULP off while two samples or more run side by side."""
-    run = server.engine._runner.run
+    runner, in_company = server.engine._runner, []
+    start, result = runner.start, runner.result
 
-    def wrong(plan):
-        result = run(plan)
+    def started(plan, after=None):
+        running = start(plan, after)
         if len(plan.samples) > 1:
-            lower = np.nextafter(result.chosen.logprobs, np.float32(-np.inf))
-            result.chosen = result.chosen._replace(logprobs=lower)
-        return result
+            in_company.append(running)
+        return running
 
-    server.engine._runner.run = wrong
+    def wrong(running):
+        found = result(running)
+        if any(running is other for other in in_company):
+            lower = np.nextafter(found.chosen.logprobs, np.float32(-np.inf))
+            found.chosen = found.chosen._replace(logprobs=lower)
+        return found
+
+    runner.start, runner.result = started, wrong
     try:
         yield
     finally:
-        server.engine._runner.run = run
+        runner.start, runner.result = start, result
 
 
 def test_control_one_ulp_in_company_is_seen(few_pages, live):
