@@ -132,14 +132,15 @@ def test_no_less_accurate_than_the_library_and_the_bits_that_the_entry_names():
 
 def test_more_groups_than_are_on_their_way_at_once():
     """Two programs' rows; the last group of an eighth is not full."""
-    rng, blocks, P = np.random.default_rng(0), 8 * (3 * hopper_combine.GROUP * 2 + 5), 2 * hopper_combine.ROWS
-    stats = [rng.integers(low, high, (blocks, P)) for low, high in ((-30, 1), (2**22, 2**27))]
-    stats = stats[0].astype(np.float32), stats[1].astype(np.int32)
+    rng, P = np.random.default_rng(0), 2 * hopper_combine.ROWS
+    blocks = 8 * (hopper_combine.STEPS * hopper_combine.GROUP + 5)
+    top = rng.integers(-30, 1, (blocks, P)).astype(np.float32)
+    stats = top, rng.integers(2**22, 2**27, (blocks, P)).astype(np.int32)
     target, inv_temp = (-rng.random(P) * 9).astype(np.float32), np.full(P, 1 / 0.7, np.float32)
     got = interpreted(functools.partial(hopper_combine.combine, blocks), *stats, target, inv_temp)
     assert same(got, combined(*stats, target, inv_temp))
-    per_group = [y.reshape(8, -1, P)[:, : 6 * hopper_combine.GROUP] for y in stats]
-    assert not same(got, combined(*(y.reshape(-1, P) for y in per_group), target, inv_temp))
+    turned = [y.reshape(8, -1, P)[:, ::-1].reshape(y.shape) for y in stats]
+    assert not same(got, combined(*turned, target, inv_temp))
 
 
 def test_a_blocks_sum_is_the_one_that_its_entry_names():
