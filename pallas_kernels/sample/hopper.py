@@ -90,13 +90,13 @@ def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Ar
 
 def gumbel(bits: jax.Array) -> jax.Array:
     """Gumbel noise of uint32 random bits, in Layout.WGMMA; fine resolution in the upper tail, where a rare token is won."""
-    u = mosaic.mul(mosaic.add(bits.astype(jnp.float32), 0.5), 2.0**-32)
+    u = mosaic.fma(bits.astype(jnp.float32), 2.0**-32, 2.0**-33)
     u = jnp.minimum(u, 1 - 2.0**-24)
-    series = mosaic.fma(u, SERIES[-1], SERIES[-2])
+    series = mosaic.fma(u, -SERIES[-1], -SERIES[-2])
     for coefficient in SERIES[-3::-1]:
-        series = mosaic.fma(series, u, coefficient)
-    exponential = jnp.where(u < SMALL, mosaic.mul(series, u), -mosaic.log2(mosaic.add(-u, 1.0)))  # in units of ln 2
-    return mosaic.fma(mosaic.log2(exponential), -LN2, -LN_LN2)
+        series = mosaic.fma(series, u, -coefficient)
+    log = jnp.where(u < SMALL, mosaic.mul(series, u), mosaic.log2(mosaic.fma(u, -1.0, 1.0)))  # of 1 - u, in units of ln 2
+    return mosaic.fma(mosaic.log2(mosaic.neg(log)), -LN2, -LN_LN2)
 
 
 def _padded(x_B: jax.Array, fill=0) -> jax.Array:
@@ -168,22 +168,22 @@ def _scan(with_sums: bool, logits_BV, key0_P, key1_P, position_P, inv_temp_P, no
                 i = wg + k * CONSUMERS
                 slot = lax.rem(i, STEPS)
                 plgpu.barrier_wait(full.at[slot])
+                z_MV = plgpu.load(z_s.at[slot], layout=layout)
+                plgpu.commit_smem()  # what was read here, TMA may now write
+                plgpu.barrier_arrive(empty.at[slot])
                 if with_sums:
                     max_g, sum_g = sum_refs
-                    z_MV = plgpu.load(z_s.at[slot], layout=layout)
                     max_g[start + i, at], sum_g[start + i, at] = block_sums(z_MV, inv_temp_M)
                 for pair in range(COLUMNS // (2 * PIECE)):
                     piece = (start + i) * (COLUMNS // PIECE) + 2 * pair
                     counter_MV = (column_MV + lax.div(piece, 2) * PIECE).astype(jnp.uint32)
                     words = threefry((wide(key0_M), wide(key1_M)), (wide(position_M), counter_MV))
                     for half, bits_MV in enumerate(words):
-                        z_at = z_s.at[slot, :, pl.ds((2 * pair + half) * PIECE, PIECE)]
-                        s_MV = mosaic.mul(plgpu.load(z_at, layout=layout), wide(inv_temp_M))
+                        first = (2 * pair + half) * PIECE
+                        s_MV = mosaic.mul(z_MV[:, first : first + PIECE], wide(inv_temp_M))
                         score_MV = mosaic.fma(gumbel(bits_MV), wide(noisy_M), s_MV)
                         better_MV = score_MV > best[0]
                         best = jnp.where(better_MV, score_MV, best[0]), jnp.where(better_MV, piece + half, best[1])
-                plgpu.commit_smem()  # what was read here, TMA may now write
-                plgpu.barrier_arrive(empty.at[slot])
                 return best
 
             none = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
