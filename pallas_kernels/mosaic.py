@@ -173,6 +173,11 @@ def add(x: jax.Array, y: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     return _instruction("add.rn.f32", (x, y), layout, lambda x, y: x + y)
 
 
+def neg(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """-x, by the instruction that reads it; `-x` is an instruction of its own, on integers."""
+    return _instruction("neg.f32", (x,), layout, jnp.negative)
+
+
 def exp2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """2**x by the special function unit (2 ulp; exact for whole numbers; subnormals flush to 0)."""
     return _instruction("ex2.approx.ftz.f32", (x,), layout, jnp.exp2)
@@ -204,8 +209,8 @@ def reciprocal(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
 
 
 def log2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
-    """Logarithm to base 2 by the special function unit."""
-    return _instruction("lg2.approx.f32", (x,), layout, jnp.log2)
+    """Logarithm to base 2 by the special function unit (subnormals are 0: six instructions fewer for two)."""
+    return _instruction("lg2.approx.ftz.f32", (x,), layout, jnp.log2)
 
 
 def row_layout(layout=plgpu.Layout.WGMMA):

@@ -10,7 +10,7 @@ from pallas_kernels import registry
 from pallas_kernels.gemm import hopper as gemm
 from pallas_kernels.gemm import hopper_large
 from pallas_kernels.logprob import EIGHTHS, VOCAB_BLOCK, padded_vocab
-from pallas_kernels.logprob.hopper_blocks import COLUMNS, FIXED_POINT_BITS, FLOOR, LOG2E, block_stats
+from pallas_kernels.logprob.hopper_blocks import COLUMNS, FIXED_POINT_BITS, FLOOR, LOG2E, ROWS, block_stats
 from pallas_kernels.logprob.hopper_combine import GROUP, LN2, LN2_LOW, LOG1P, combine
 from pallas_kernels.logprob.hopper_head import gradient, sums
 
@@ -58,12 +58,16 @@ def logits(x_BD: jax.Array, w_VD: jax.Array) -> jax.Array:
 
 def reduce(logits_BV: jax.Array, targets_B: jax.Array, inv_temp_B: jax.Array) -> tuple[jax.Array, jax.Array]:
     """(log-probability of the target [B], log-sum-exp [B]), nats, fp32."""
+    inv_temp_P = jnp.pad(inv_temp_B, (0, -inv_temp_B.shape[0] % ROWS), constant_values=1)
+    return finish(*block_stats(_whole_loads(logits_BV), inv_temp_P), logits_BV, targets_B, inv_temp_P)
+
+
+def finish(max_nP, sum_nP, logits_BV, targets_B, inv_temp_P) -> tuple[jax.Array, jax.Array]:
+    """`reduce` of rows whose block sums are known, `block_stats` of them: P is B rounded up to a multiple of 64."""
     B, V = logits_BV.shape
-    pad = lambda x_B, fill: jnp.pad(x_B, (0, -B % 128), constant_values=fill)  # noqa: E731
-    inv_temp_P = pad(inv_temp_B, 1)
     target_B = jnp.take_along_axis(logits_BV, targets_B[:, None], axis=1)[:, 0]
-    max_nP, sum_nP = block_stats(_whole_loads(logits_BV), inv_temp_P)
-    logprob_P, lse_P = combine(V // VOCAB_BLOCK, max_nP, sum_nP, pad(target_B, 0), inv_temp_P)
+    target_P = jnp.pad(target_B, (0, inv_temp_P.shape[0] - B))
+    logprob_P, lse_P = combine(V // VOCAB_BLOCK, max_nP, sum_nP, target_P, inv_temp_P)
     return logprob_P[:B], lse_P[:B]
 
 

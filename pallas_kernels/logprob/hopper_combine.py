@@ -21,11 +21,19 @@ from pallas_kernels import mosaic
 from pallas_kernels.logprob import EIGHTHS
 from pallas_kernels.logprob.hopper_blocks import FIXED_POINT_BITS, FLOOR, LOG2E
 
-ROWS = 128
-"""Rows of a program: one a thread."""
+ROWS = 32
+"""Rows of a program: a lane's own, so that a decode step's few hundred rows are many programs."""
+WARPS = 4
+"""Warps of a warpgroup, each with an eighth of the vocabulary."""
+WARPGROUPS = EIGHTHS // WARPS
 GROUP = 16
-"""Blocks whose sums are on their way from memory together, and are added in a tree."""
-LAYOUT = plgpu.Layout.WG_STRIDED((ROWS,), vec_size=1)
+"""Blocks whose sums are added in a tree."""
+STEPS = 3
+"""Groups that are on their way from memory: two programs fit on a multiprocessor."""
+EIGHTHS_LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((WARPS, ROWS), (1,))), warp_dims=(-3,), lane_dims=(-2,), vector_dim=-1)
+"""[eighths, rows]"""
+LAYOUT = EIGHTHS_LAYOUT.reduce(0)
+"""[rows], the same in every warp."""
 
 LN2 = float(np.float32(np.log(2.0)))
 LN2_LOW = float(np.float32(np.log(2.0) - LN2))
@@ -36,16 +44,12 @@ LOG1P = (
 )  # fmt: skip
 
 
-def _full(value: float) -> jax.Array:
-    return jnp.full((ROWS,), value, jnp.float32)
+def _mul(x, y, layout=LAYOUT):
+    return mosaic.mul(x, y, layout)
 
 
-def _mul(x, y):
-    return mosaic.mul(x, y, LAYOUT)
-
-
-def _add(x, y):
-    return mosaic.add(x, y, LAYOUT)
+def _add(x, y, layout=LAYOUT):
+    return mosaic.add(x, y, layout)
 
 
 def _fma(x, y, z):
@@ -54,8 +58,9 @@ def _fma(x, y, z):
 
 def _power(n: jax.Array) -> jax.Array:
     """2**n for whole-number fp32 n <= 0; 0 below -126. The bits are assembled."""
-    exponent = jnp.maximum(n, -127.0).astype(jnp.int32) + 127
-    return lax.bitcast_convert_type(exponent << 23, jnp.float32)
+    # A sum of this size has its whole numbers in its last bits: no conversion, which costs four instructions.
+    whole = lax.bitcast_convert_type(jnp.maximum(n, -127.0) + 1.5 * 2.0**23, jnp.int32)
+    return lax.bitcast_convert_type((whole << 23) + (127 << 23), jnp.float32)
 
 
 def _join(a, b):
@@ -115,55 +120,75 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
 
     Args:
       blocks: blocks of the padded vocabulary, a multiple of 8.
-      max_nP, sum_nP: fp32 and int32 [blocks or more, P], of `hopper_blocks.block_sums`.
+      max_nP, sum_nP: fp32 and int32 [blocks or more (then they are copied), P], of `hopper_blocks.block_sums`.
       target_P: fp32 [P], each row's logit of its target.
-      inv_temp_P: fp32 [P]; P a multiple of 128.
+      inv_temp_P: fp32 [P]; P a multiple of 32.
     """
     P = target_P.shape[0]
     per_eighth = blocks // EIGHTHS
+    groups = -(-per_eighth // GROUP)
+    mul, add = (functools.partial(fn, layout=EIGHTHS_LAYOUT) for fn in (_mul, _add))
 
-    def body(max_g, sum_g, target_g, inv_temp_g, logprob_g, lse_g, max_s, sum_s, ready):
-        eighth = lax.axis_index("wg")
+    def body(max_g, sum_g, target_g, inv_temp_g, logprob_g, lse_g, max_s, sum_s, tops_s, totals_s, full, ready):
+        wg = lax.axis_index("wg")
         rows = pl.ds(lax.axis_index("program") * ROWS, ROWS)
-        load = lambda ref: plgpu.load(ref, layout=LAYOUT)  # noqa: E731
+        own = pl.ds(wg * WARPS, WARPS)
+        arrived = lambda slot: full.at[wg * STEPS + slot]  # noqa: E731
 
-        start = eighth * per_eighth
+        def fetch(i, slot):
+            for ref, to in ((max_g, max_s), (sum_g, sum_s)):
+                at = ref.at[own, pl.ds(i * GROUP, GROUP), rows]
+                plgpu.copy_gmem_to_smem(at, to.at[wg, slot], arrived(slot))
+
+        lax.fori_loop(0, min(STEPS, groups), lambda i, _: fetch(i, i), None)
 
         def group(i, total):
-            numbers = [i * GROUP + n for n in range(GROUP)]
-            at = [start + jnp.minimum(n, per_eighth - 1) for n in numbers]
-            found = [(load(max_g.at[n, rows]), load(sum_g.at[n, rows]).astype(jnp.float32)) for n in at]
-            if per_eighth % GROUP:  # past the end the last one again, weighing nothing
-                found = [
-                    (m, s * (n < per_eighth).astype(jnp.float32)) for (m, s), n in zip(found, numbers, strict=True)
-                ]
-            # Scales are exact: all terms to one exponent first.
-            top = functools.reduce(jnp.maximum, [max_P for max_P, _ in found], total[0])
-            sum_P = _mul(total[1], _power(total[0] - top))
-            return top, _add(sum_P, _tree([_mul(sum_P, _power(max_P - top)) for max_P, sum_P in found], _add))
+            slot = lax.rem(i, STEPS)
+            left = per_eighth - i * GROUP
+            at = [jnp.minimum(n, left - 1) if per_eighth % GROUP else n for n in range(GROUP)]
+            load = lambda ref, n: plgpu.load(ref.at[wg, slot, :, n], layout=EIGHTHS_LAYOUT, optimized=False)  # noqa: E731
+            plgpu.barrier_wait(arrived(slot))
+            found = [(load(max_s, n), load(sum_s, n).astype(jnp.float32)) for n in at]
+            plgpu.commit_smem()  # what was read here, TMA may now write
 
-        total = tuple(plgpu.layout_cast(_full(value), LAYOUT) for value in (FLOOR, 0.0))
-        total = lax.fori_loop(0, -(-per_eighth // GROUP), group, total)
-        max_s[eighth], sum_s[eighth] = total
+            @pl.when(i + STEPS < groups)
+            def _():
+                fetch(i + STEPS, slot)
+
+            if per_eighth % GROUP:  # past the end the last one again, weighing nothing
+                found = [(m, s * (n < left).astype(jnp.float32)) for n, (m, s) in enumerate(found)]
+            # Scales are exact: all terms to one exponent first.
+            top = jnp.maximum(total[0], _tree([max_EP for max_EP, _ in found], jnp.maximum))
+            sum_EP = mul(total[1], _power(total[0] - top))
+            return top, add(sum_EP, _tree([mul(sum_EP, _power(max_EP - top)) for max_EP, sum_EP in found], add))
+
+        nothing = (jnp.full((WARPS, ROWS), value, jnp.float32) for value in (FLOOR, 0.0))
+        total = tuple(plgpu.layout_cast(x, EIGHTHS_LAYOUT) for x in nothing)
+        tops_s[own], totals_s[own] = lax.fori_loop(0, groups, group, total)
         plgpu.barrier_arrive(ready)
 
-        @pl.when(eighth == 0)
+        @pl.when(wg == 0)
         def _last():
             plgpu.barrier_wait(ready)
-            max_P, sum_P = _tree([(load(max_s.at[e]), load(sum_s.at[e])) for e in range(EIGHTHS)], _join)
+            load = lambda ref: plgpu.load(ref, layout=LAYOUT, optimized=False)  # noqa: E731
+            max_P, sum_P = _tree([(load(tops_s.at[e]), load(totals_s.at[e])) for e in range(EIGHTHS)], _join)
             sum_P = _mul(sum_P, 2.0**-FIXED_POINT_BITS)
             logprob_g[rows], lse_g[rows] = _finish(max_P, sum_P, load(target_g.at[rows]), load(inv_temp_g.at[rows]))
 
+    ring = (WARPGROUPS, STEPS, WARPS, GROUP, ROWS)
     return mosaic.kernel(
         body,
         out_type=(jax.ShapeDtypeStruct((P,), jnp.float32),) * 2,
         scratch_types=[
+            plgpu.SMEM(ring, jnp.float32),
+            plgpu.SMEM(ring, jnp.int32),
             plgpu.SMEM((EIGHTHS, ROWS), jnp.float32),
             plgpu.SMEM((EIGHTHS, ROWS), jnp.float32),
-            plgpu.Barrier(num_arrivals=EIGHTHS),
+            plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * STEPS),
+            plgpu.Barrier(num_arrivals=WARPGROUPS),
         ],
         grid=(P // ROWS,),
         grid_names=("program",),
-        num_threads=EIGHTHS,
+        num_threads=WARPGROUPS,
         thread_name="wg",
-    )(max_nP, sum_nP, target_P, inv_temp_P)
+    )(*(x_nP[:blocks].reshape(EIGHTHS, per_eighth, P) for x_nP in (max_nP, sum_nP)), target_P, inv_temp_P)

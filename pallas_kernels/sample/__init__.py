@@ -12,7 +12,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from pallas_kernels import logprob, registry
+from pallas_kernels import registry
 
 
 def sample(
@@ -51,15 +51,13 @@ def sample(
     """
     module = registry.implementation("sample", impl)
     registry.record(regions[0], module.entry(logits_BV.shape[1]))
-    tokens_B, truncated_B = module.sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
-    greedy_B = inv_temp_B == 0
-    logprob_B = jnp.zeros_like(truncated_B)
     if regions[1] is not None:
-        inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
-        logprob_B = logprob.from_logits(logits_BV, tokens_B, inv_temp_B, region=regions[1], impl=impl)
+        registry.record(regions[1], registry.implementation("logprob", impl).entry(logits_BV.shape[1]))
+    rows = (keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
+    tokens_B, logprob_B, truncated_B = module.sample(logits_BV, *rows, with_logprob=regions[1] is not None)
     # By row, not by batch: a row's bits must not tell whether its neighbours truncate.
     truncated_B = jnp.where(truncates(top_k_B, top_p_B, min_p_B), truncated_B, logprob_B)
-    return tokens_B, logprob_B, jnp.where(greedy_B, 0, truncated_B)
+    return tokens_B, logprob_B, jnp.where(inv_temp_B == 0, 0, truncated_B)
 
 
 def truncates(top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:

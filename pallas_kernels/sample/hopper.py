@@ -1,6 +1,9 @@
-"""Gumbel-max sampling on Hopper: one kernel scores and keeps the best of each row; every other step is exact."""
+"""Gumbel-max sampling on Hopper: one kernel scores, keeps the best of each row and sums the log-probability's blocks; every other
+step is exact."""
 
 from __future__ import annotations
+
+import functools
 
 import jax
 import jax.experimental.pallas as pl
@@ -11,12 +14,12 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.logprob import hopper as logprob
-from pallas_kernels.logprob.hopper_blocks import CONSUMERS, STEPS, TILED32, drain
+from pallas_kernels.logprob.hopper_blocks import CONSUMERS, STEPS, TILED32, block_sums, drain
 from pallas_kernels.sample import hopper_truncate, truncates
 
 VERSION = 1
 ROWS, COLUMNS = 64, 128
-"""Tile of logits that is loaded at once."""
+"""Tile of logits that is loaded at once: a block of the log-probability's vocabulary."""
 PIECE = 32
 """Columns that are scored at once: two pieces side by side share one Threefry call, which gives two words."""
 ROTATIONS = ((13, 15, 26, 6), (17, 29, 16, 24))
@@ -46,21 +49,29 @@ def entry(V8: int) -> dict:
     }
 
 
-def sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B) -> tuple[jax.Array, jax.Array]:
-    """(tokens [B], log-probability under the truncated distribution [B], anything if no row truncates)."""
+def sample(
+    logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B, *, with_logprob: bool
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(tokens [B], log-probability over the whole vocabulary [B] or zeros, that under the truncated distribution [B], anything
+    if no row truncates)."""
     greedy_B = inv_temp_B == 0
     inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
+    none_B = jnp.zeros_like(inv_temp_B)
 
-    def best(logits_BV):
-        return _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B)
+    def best(logits_BV, with_sums):
+        """(tokens [B], their log-probabilities under these logits [B])"""
+        tokens_B, sums = _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B, with_sums)
+        return tokens_B, logprob.finish(*sums, logits_BV, tokens_B, _padded(inv_temp_B, 1))[0] if with_sums else none_B
 
     def truncated():
-        kept_BV = hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B)
-        tokens_B = best(kept_BV)
-        return tokens_B, logprob.reduce(kept_BV, tokens_B, inv_temp_B)[0]
+        tokens_B, truncated_B = best(hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B), True)
+        logprob_B = logprob.reduce(logits_BV, tokens_B, inv_temp_B)[0] if with_logprob else none_B
+        return tokens_B, logprob_B, truncated_B
 
-    some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
-    return lax.cond(some, truncated, lambda: (best(logits_BV), jnp.zeros(logits_BV.shape[0], jnp.float32)))
+    def whole():
+        return *best(logits_BV, with_logprob), none_B
+
+    return lax.cond(jnp.any(truncates(top_k_B, top_p_B, min_p_B)), truncated, whole)
 
 
 def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -79,31 +90,40 @@ def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Ar
 
 def gumbel(bits: jax.Array) -> jax.Array:
     """Gumbel noise of uint32 random bits, in Layout.WGMMA; fine resolution in the upper tail, where a rare token is won."""
-    u = mosaic.mul(mosaic.add(bits.astype(jnp.float32), 0.5), 2.0**-32)
+    u = mosaic.fma(bits.astype(jnp.float32), 2.0**-32, 2.0**-33)
     u = jnp.minimum(u, 1 - 2.0**-24)
-    series = mosaic.fma(u, SERIES[-1], SERIES[-2])
+    series = mosaic.fma(u, -SERIES[-1], -SERIES[-2])
     for coefficient in SERIES[-3::-1]:
-        series = mosaic.fma(series, u, coefficient)
-    exponential = jnp.where(u < SMALL, mosaic.mul(series, u), -mosaic.log2(mosaic.add(-u, 1.0)))  # in units of ln 2
-    return mosaic.fma(mosaic.log2(exponential), -LN2, -LN_LN2)
+        series = mosaic.fma(series, u, -coefficient)
+    log = jnp.where(u < SMALL, mosaic.mul(series, u), mosaic.log2(mosaic.fma(u, -1.0, 1.0)))  # of 1 - u, in units of ln 2
+    return mosaic.fma(mosaic.log2(mosaic.neg(log)), -LN2, -LN_LN2)
 
 
-def _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B) -> jax.Array:
-    """int32 [B]: the lowest index of the largest logit * inv_temp + noise; no noise for greedy rows."""
-    B, V = logits_BV.shape
-    pad = lambda x_B: jnp.pad(x_B, (0, -B % ROWS))  # noqa: E731
-    keys = [pad(keys_B2[:, i]) for i in range(2)]
-    rows = (*keys, pad(positions_B.astype(jnp.uint32)), pad(inv_temp_B), pad(jnp.where(greedy_B, 0.0, 1.0)))
+def _padded(x_B: jax.Array, fill=0) -> jax.Array:
+    return jnp.pad(x_B, (0, -x_B.shape[0] % ROWS), constant_values=fill)
+
+
+def _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B, with_sums: bool) -> tuple[jax.Array, tuple]:
+    """int32 [B], the lowest index of the largest logit * inv_temp + noise, no noise for greedy rows; if asked for, the logits'
+    block sums [blocks, P]."""
+    B = logits_BV.shape[0]
+    rows = (
+        *(_padded(keys_B2[:, i]) for i in range(2)),
+        _padded(positions_B.astype(jnp.uint32)),
+        _padded(inv_temp_B, 1),
+        _padded(jnp.where(greedy_B, 0.0, 1.0)),
+    )
     extra = -B % 8 if B > 8 else 0  # TMA moves tiles of 8 rows
     logits_BV = jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV
-    score_SP, index_SP = _scan(logits_BV, *rows)
+    score_SP, index_SP, *sums = _scan(with_sums, logits_BV, *rows)
     index_SP = jnp.where(score_SP == jnp.max(score_SP, axis=0), index_SP, LAST)
-    return jnp.min(index_SP, axis=0)[:B]
+    return jnp.min(index_SP, axis=0)[:B], tuple(sums)
 
 
-@jax.jit
-def _scan(logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[jax.Array, jax.Array]:
-    """(best score fp32, its index int32), [shares of the vocabulary, P]."""
+@functools.partial(jax.jit, static_argnums=0)
+def _scan(with_sums: bool, logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[jax.Array, ...]:
+    """(best score fp32, its index int32), [shares of the vocabulary, P]; with sums, what `block_stats` gives, besides: the
+    logits are read once for both."""
     P = inv_temp_P.shape[0]
     blocks = logits_BV.shape[1] // COLUMNS
     tiles = P // ROWS
@@ -113,7 +133,7 @@ def _scan(logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[j
     layout = plgpu.Layout.WGMMA
 
     def body(z_g, *refs):
-        *row_refs, score_g, index_g, z_s, full, empty = refs
+        row_refs, (score_g, index_g), sum_refs, (z_s, full, empty) = refs[:5], refs[5:7], refs[7:-3], refs[-3:]
         split, wg = lax.axis_index("split"), lax.axis_index("wg")
         at = pl.ds(lax.axis_index("tile") * ROWS, ROWS)
         start = lax.div(split * blocks, splits)
@@ -148,18 +168,22 @@ def _scan(logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[j
                 i = wg + k * CONSUMERS
                 slot = lax.rem(i, STEPS)
                 plgpu.barrier_wait(full.at[slot])
+                z_MV = plgpu.load(z_s.at[slot], layout=layout)
+                plgpu.commit_smem()  # what was read here, TMA may now write
+                plgpu.barrier_arrive(empty.at[slot])
+                if with_sums:
+                    max_g, sum_g = sum_refs
+                    max_g[start + i, at], sum_g[start + i, at] = block_sums(z_MV, inv_temp_M)
                 for pair in range(COLUMNS // (2 * PIECE)):
                     piece = (start + i) * (COLUMNS // PIECE) + 2 * pair
                     counter_MV = (column_MV + lax.div(piece, 2) * PIECE).astype(jnp.uint32)
                     words = threefry((wide(key0_M), wide(key1_M)), (wide(position_M), counter_MV))
                     for half, bits_MV in enumerate(words):
-                        z_at = z_s.at[slot, :, pl.ds((2 * pair + half) * PIECE, PIECE)]
-                        s_MV = mosaic.mul(plgpu.load(z_at, layout=layout), wide(inv_temp_M))
+                        first = (2 * pair + half) * PIECE
+                        s_MV = mosaic.mul(z_MV[:, first : first + PIECE], wide(inv_temp_M))
                         score_MV = mosaic.fma(gumbel(bits_MV), wide(noisy_M), s_MV)
                         better_MV = score_MV > best[0]
                         best = jnp.where(better_MV, score_MV, best[0]), jnp.where(better_MV, piece + half, best[1])
-                plgpu.commit_smem()  # what was read here, TMA may now write
-                plgpu.barrier_arrive(empty.at[slot])
                 return best
 
             none = jnp.full(shape, -jnp.inf, jnp.float32), jnp.zeros(shape, jnp.int32)
@@ -170,9 +194,10 @@ def _scan(logits_BV, key0_P, key1_P, position_P, inv_temp_P, noisy_P) -> tuple[j
             share = split * CONSUMERS + wg
             score_g[share, at], index_g[share, at] = score_M, index_MV.min(axis=1)
 
+    outputs = [splits * CONSUMERS] + [blocks] * with_sums
     return mosaic.kernel(
         body,
-        out_type=tuple(jax.ShapeDtypeStruct((splits * CONSUMERS, P), dtype) for dtype in (jnp.float32, jnp.int32)),
+        out_type=tuple(jax.ShapeDtypeStruct((n, P), dtype) for n in outputs for dtype in (jnp.float32, jnp.int32)),
         scratch_types=[
             plgpu.SMEM((STEPS, ROWS, COLUMNS), jnp.float32, transforms=TILED32),
             plgpu.Barrier(num_barriers=STEPS),

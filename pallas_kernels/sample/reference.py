@@ -29,7 +29,18 @@ def entry(V8: int) -> dict:
     }
 
 
-def sample(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B) -> tuple[jax.Array, jax.Array]:
+def sample(
+    logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B, *, with_logprob: bool, reduce=logprob.reduce
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """(tokens [B], log-probability over the whole vocabulary [B] or zeros, that under the truncated distribution [B], anything
+    if no row truncates); `reduce` is the log-probability's implementation."""
+    tokens_B, truncated_B = _choose(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
+    if not with_logprob:
+        return tokens_B, jnp.zeros_like(truncated_B), truncated_B
+    return tokens_B, reduce(logits_BV, tokens_B, jnp.where(inv_temp_B == 0, 1, inv_temp_B))[0], truncated_B
+
+
+def _choose(logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B) -> tuple[jax.Array, jax.Array]:
     """(tokens [B], log-probability under the truncated distribution [B], anything if no row truncates)."""
     some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
 

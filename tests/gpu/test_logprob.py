@@ -12,7 +12,7 @@ import pytest
 from pallas_kernels import logprob
 from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
-from pallas_kernels.logprob import hopper, hopper_blocks
+from pallas_kernels.logprob import hopper, hopper_blocks, hopper_combine
 from pallas_kernels.weight import Weight
 from tests.pallas_kernels.base import bits, differ, errors, same
 from tests.pallas_kernels.logprob_work import (
@@ -156,6 +156,19 @@ def test_it_sums_in_the_order_that_its_entry_names():
     assert same(got, combined(*stats, target, inv_temp[:B]))
     turned = [y.reshape(8, -1, B)[:, ::-1].reshape(y.shape) for y in stats]
     assert not same(got, combined(*turned, target, inv_temp[:B]))  # the rows tell orders apart
+
+
+@pytest.mark.parametrize("P", [32, 256, 8192])
+def test_more_groups_than_are_on_their_way_at_once(P):
+    """Sums in the entry's order of as many groups as a large vocabulary has, the last of an eighth not full."""
+    rng, blocks = np.random.default_rng(P), logprob.padded_vocab(151936) // 128
+    top = rng.integers(-30, 1, (blocks, P)).astype(np.float32)
+    stats = top, rng.integers(2**22, 2**27, (blocks, P)).astype(np.int32)
+    target, inv_temp = (-rng.random(P) * 9).astype(np.float32), np.full(P, 1 / 0.7, np.float32)
+    got = hopper_combine.combine(blocks, *stats, target, inv_temp)
+    assert same(got, combined(*stats, target, inv_temp))
+    turned = [y.reshape(8, -1, P)[:, ::-1].reshape(y.shape) for y in stats]
+    assert not same(got, combined(*turned, target, inv_temp))  # the rows tell orders apart
 
 
 @pytest.mark.parametrize("V", [1024, 151936])

@@ -11,7 +11,8 @@ from jax.extend.random import threefry2x32_p
 
 from pallas_kernels import logprob, sample
 from pallas_kernels.logprob import hopper as hopper_logprob
-from pallas_kernels.sample import hopper_truncate
+from pallas_kernels.logprob import hopper_blocks
+from pallas_kernels.sample import hopper, hopper_truncate
 from tests.pallas_kernels.base import same
 from tests.pallas_kernels.test_sample import kept
 
@@ -75,6 +76,20 @@ def test_tokens_are_the_gumbel_maximum():
     for other in ((keys + np.uint32(1), positions), (keys, positions + 1)):
         changed = np.asarray(draw(z, *other, *requests()[3:])[0]) != tokens
         assert changed[~greedy].mean() > 0.5 and not changed[greedy].any(), "the control: another seed or position"
+
+
+def test_sums_of_the_choice_are_those_of_a_kernel_of_their_own():
+    """And they change nothing of the choice; other rows, other programs."""
+    z, keys, positions, inv_temp = requests()[:4]
+    greedy, inv_temp = inv_temp == 0, jnp.where(inv_temp == 0, 1, inv_temp)
+    best = jax.jit(hopper._best, static_argnums=5)
+    for n in (B, 64, 8):
+        rows = tuple(x[:n] for x in (z, keys, positions, inv_temp, greedy))
+        (tokens, sums), (alone, _) = best(*rows, True), best(*rows, False)
+        assert same([tokens, alone], [whole()[0][:n]] * 2), n
+        stats = hopper_blocks.block_stats(rows[0], jnp.pad(rows[3], (0, -n % 64), constant_values=1))
+        sums, stats = ([np.asarray(x)[:, :n] for x in y] for y in (sums, stats))
+        assert same(sums, stats) and not same(sums, stats[::-1]), n
 
 
 def test_ties_and_frequencies():

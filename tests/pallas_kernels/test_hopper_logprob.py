@@ -130,6 +130,19 @@ def test_no_less_accurate_than_the_library_and_the_bits_that_the_entry_names():
     assert failed  # a difference of two large fp32 numbers does not pass
 
 
+def test_more_groups_than_are_on_their_way_at_once():
+    """Two programs' rows; the last group of an eighth is not full."""
+    rng, P = np.random.default_rng(0), 2 * hopper_combine.ROWS
+    blocks = 8 * (hopper_combine.STEPS * hopper_combine.GROUP + 5)
+    top = rng.integers(-30, 1, (blocks, P)).astype(np.float32)
+    stats = top, rng.integers(2**22, 2**27, (blocks, P)).astype(np.int32)
+    target, inv_temp = (-rng.random(P) * 9).astype(np.float32), np.full(P, 1 / 0.7, np.float32)
+    got = interpreted(functools.partial(hopper_combine.combine, blocks), *stats, target, inv_temp)
+    assert same(got, combined(*stats, target, inv_temp))
+    turned = [y.reshape(8, -1, P)[:, ::-1].reshape(y.shape) for y in stats]
+    assert not same(got, combined(*turned, target, inv_temp))
+
+
 def test_a_blocks_sum_is_the_one_that_its_entry_names():
     z = powers()
     top, count = interpreted(hopper_blocks.block_stats, z, jnp.full(64, UNIT))

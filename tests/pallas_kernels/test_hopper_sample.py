@@ -13,6 +13,7 @@ from jax.extend.random import threefry2x32_p
 
 from pallas_kernels import mosaic, sample
 from pallas_kernels.logprob import hopper as logprob
+from pallas_kernels.logprob import hopper_blocks
 from pallas_kernels.sample import hopper, hopper_truncate
 from tests.pallas_kernels.base import same
 from tests.pallas_kernels.test_sample import kept
@@ -95,6 +96,31 @@ def test_tokens_are_the_gumbel_maximum():
     assert same([full, lp[inv_temp > 0]], [contract, contract[inv_temp > 0]])
 
 
+def test_sums_of_the_choice_are_those_of_a_kernel_of_their_own():
+    """And they change nothing of the choice."""
+    z, keys, positions, inv_temp, *_ = requests()
+    greedy, inv_temp = inv_temp == 0, np.where(inv_temp == 0, np.float32(1), inv_temp)
+
+    def both(z, inv_temp):
+        rows = jnp.pad(z, ((0, 6), (0, 0))), jnp.pad(inv_temp, (0, 54), constant_values=1)  # whole loads, whole tiles
+        best = functools.partial(hopper._best, z, keys, positions, inv_temp, greedy)
+        return best(True), best(False)[0], hopper_blocks.block_stats(*rows)
+
+    (tokens, sums), alone, stats = interpreted(both, z, inv_temp)
+    assert same([tokens, alone], whole()[:1] * 2)
+    own = lambda stats: [x[:, :B] for x in stats]  # noqa: E731
+    assert same(own(sums), own(stats)) and not same(own(sums), own(x[::-1] for x in stats))
+
+
+@pytest.mark.parametrize("region", ["logprob", None])
+def test_the_whole_vocabulary_is_summed_only_for_log_probabilities(monkeypatch, region):
+    asked, scan = [], hopper._scan
+    monkeypatch.setattr(hopper, "_scan", lambda with_sums, *rows: asked.append(with_sums) or scan(with_sums, *rows))
+    run = functools.partial(sample.sample, regions=("choice", region), impl="hopper")
+    jax.eval_shape(run, *requests())
+    assert sorted(asked) == [region is not None, True]  # where rows truncate, what is kept is summed
+
+
 def test_a_row_alone_and_beside_rows_that_truncate():
     z, keys, positions, inv_temp, top_k, top_p, min_p = requests()
     pick = np.array([7, 2])
@@ -133,4 +159,5 @@ def test_lowers_for_cuda(monkeypatch, rows=256):
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in requests()]
     shapes[0] = jax.ShapeDtypeStruct((rows, 152576), jnp.float32)
     text = jax.jit(draw).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    assert text.count("mosaic_gpu_v2") == 9  # the choice with and without truncation; whole and truncated log-probability
+    # Truncation's 6, the choice with its sums, and where rows truncate the whole log-probability's 2.
+    assert text.count("mosaic_gpu_v2") == 9
