@@ -89,6 +89,10 @@ def test_layers_that_share_their_work_compute_no_lists(T, S):
     work = jax.eval_shape(listed, q, k, *where)
     assert "stablehlo.reduce" in lower(attend, q, k, v, *where)
     assert "stablehlo.reduce" not in lower(lambda *a: attend(*a[:-1], work=a[-1]), q, k, v, *where, work)
+    # Lists of the kernel of many rows cannot be shortened: each forward makes its own.
+    growing = jax.eval_shape(lambda *where: listed(q, k, *where, shortest_S=where[1]), *where)
+    assert (growing is None) == (T > S) and growing in (None, work)
+    assert jax.eval_shape(lambda w, *n: op.shortened(w, q, k, *n, impl="hopper"), growing, where[1], where[1]) == growing
 
 
 def test_what_it_cannot_serve_is_refused():
