@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -188,7 +189,7 @@ def forward(
     masters: Params | None = None,
     remat: bool = False,
     rope: jax.Array | None = None,
-    share_prompts: bool = False,
+    attention_work: attention_op.Work | None = None,
     unroll: bool = False,
 ) -> tuple[jax.Array, KVCache | None]:
     """Final hidden rows of a batch, in any case: training, scoring, prefill, decode.
@@ -203,7 +204,7 @@ def forward(
       remat: recompute each layer in the backward pass instead of keeping its activations; "save_attention" keeps those
         of attention (output and log-sum-exp), so that it is not run again. Forward bits are the same.
       rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
-      share_prompts: of a batch with one row a sequence, attention may read pages that neighbours have in common once for all.
+      attention_work: what `attention_work_of` gives for the batch's lengths; None to compute it here.
       unroll: of inference: layers one after the other in the program, not in a loop, whose counter and condition are kernels.
 
     Returns:
@@ -212,7 +213,7 @@ def forward(
     Raises:
       ValueError: weights missing, extra or of another dtype or shape.
     """
-    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope, share_prompts, unroll)[:2]
+    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope, attention_work, unroll)[:2]
 
 
 def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv: KVCache | TrainPages):
@@ -220,10 +221,10 @@ def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv
 
     The regions stand in the order in which a layer computes them.
     """
-    return _forward(cfg, numerics, params, batch, kv, None, False, True, None, False, False)
+    return _forward(cfg, numerics, params, batch, kv, None, False, True, None, None, False)
 
 
-def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, share_prompts, unroll):
+def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attention_work, unroll):
     if faults := weight_faults(cfg, params, numerics.dtype):
         raise ValueError("weights do not fit the model: " + "; ".join(faults))
     inference = isinstance(kv, KVCache)
@@ -236,7 +237,10 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, share_
         dtype=numerics.dtype,
         table=rope,
     )
-    attention_work = _attention_work(cfg, numerics, batch, kv.page_size, share_prompts)
+    if attention_work is None:
+        where = batch.q_start_S1, batch.kv_len_S, batch.page_table_SP
+        attended = _attended(cfg, numerics, batch.tokens_T.shape[0], kv.page_size)
+        attention_work = attention_op.work_list(*attended, *where, impl=numerics.impl)
 
     def layer(carry, step):
         x_TD, residual_TD, pages = carry
@@ -280,12 +284,37 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, share_
     return hidden_TD, KVCache(*pages) if inference else None, seen
 
 
-def _attention_work(cfg: ModelConfig, numerics: Numerics, batch: Batch, page_size: int, share: bool) -> attention_op.Work | None:
-    """What every layer's attention derives from the batch's lengths, once."""
-    heads = (batch.tokens_T.shape[0], cfg.num_heads), (1, page_size, cfg.num_kv_heads)
-    q, pages = (jax.ShapeDtypeStruct((*s, cfg.head_dim), numerics.dtype) for s in heads)
-    where = batch.q_start_S1, batch.kv_len_S, batch.page_table_SP
-    return attention_op.work_list(q, pages, *where, share=share, impl=numerics.impl)
+def _attended(cfg: ModelConfig, numerics: Numerics, T: int, page_size: int) -> list[jax.ShapeDtypeStruct]:
+    """Queries and pages as attention takes them."""
+    heads = (T, cfg.num_heads), (1, page_size, cfg.num_kv_heads)
+    return [jax.ShapeDtypeStruct((*s, cfg.head_dim), numerics.dtype) for s in heads]
+
+
+def attention_work_of(
+    cfg: ModelConfig,
+    numerics: Numerics,
+    q_start_S1: jax.Array,
+    shortest_S: jax.Array,
+    longest_S: jax.Array,
+    page_table_SP: jax.Array,
+    page_size: int,
+    *,
+    share_prompts: bool = False,
+) -> Callable[[jax.Array], attention_op.Work | None]:
+    """For a loop whose S sequences of at most one row each grow: what attention derives from lengths alone, most of it once, here.
+
+    Args:
+      q_start_S1, page_table_SP: as in a Batch, the same in all steps.
+      shortest_S, longest_S: int32, the lengths between which each sequence's stay.
+      share_prompts: attention may read pages that neighbours have in common once for all.
+
+    Returns:
+      A function of a step's kv_len_S to `forward`'s `attention_work`.
+    """
+    attended, options = _attended(cfg, numerics, len(longest_S), page_size), dict(impl=numerics.impl)
+    where = q_start_S1, longest_S, page_table_SP
+    work = attention_op.work_list(*attended, *where, share=share_prompts, shortest_S=shortest_S, **options)
+    return lambda kv_len_S: attention_op.shortened(work, *attended, longest_S, kv_len_S, **options)
 
 
 def _head(params: Params, masters: Params | None) -> Weight:

@@ -158,13 +158,29 @@ def decode_loop(
         top = jnp.zeros((shapes.decode_steps, S, shapes.top_logprobs), jnp.float32)
         outputs = outputs._replace(top_ids=top.astype(jnp.int32), top_logprobs=top)
 
+    def lengths(counts_S, stopped_S):
+        """With all new tokens but the newest of a sample that stopped, which is never run."""
+        return jnp.where(used_S, state.kv_len_S + counts_S - stopped_S, 0)
+
+    active_S, counts_S = used_S & (state.room_S > 0), jnp.zeros(S, jnp.int32)
+    attention_work = model.attention_work_of(
+        cfg,
+        numerics,
+        q_start_S1,
+        lengths(counts_S, ~active_S),
+        lengths(jnp.minimum(state.room_S, state.steps), True),
+        state.page_table_SP,
+        shapes.page_size,
+        share_prompts=shapes.share_prompts,
+    )
+
     def goes_on(carry):
         k, active_S = carry[0], carry[1]
         return (k < state.steps) & jnp.any(active_S)
 
     def step(carry):
         k, active_S, counts_S, tokens_S, cache, outputs = carry
-        kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S - ~active_S, 0)
+        kv_len_S = lengths(counts_S, ~active_S)
         position_S = jnp.maximum(kv_len_S - 1, 0)
         page_S = jnp.take_along_axis(state.page_table_SP, (position_S // shapes.page_size)[:, None], axis=1)[:, 0]
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
@@ -176,7 +192,7 @@ def decode_loop(
             batch,
             cache,
             rope=rope,
-            share_prompts=shapes.share_prompts,
+            attention_work=attention_work(kv_len_S),
             unroll=numerics.impl == "hopper",
         )
         chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
@@ -186,8 +202,7 @@ def decode_loop(
         goes_S = active_S & ~ends_S
         return k + 1, goes_S, counts_S, jnp.where(goes_S, chosen.tokens, tokens_S), cache, outputs
 
-    active_S = used_S & (state.room_S > 0)
-    carry = (jnp.int32(0), active_S, jnp.zeros(S, jnp.int32), state.tokens_S, cache, outputs)
+    carry = (jnp.int32(0), active_S, counts_S, state.tokens_S, cache, outputs)
     _, goes_S, counts_S, tokens_S, cache, outputs = lax.while_loop(goes_on, step, carry)
     kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S, 0)
     return cache, counts_S, outputs, (tokens_S, kv_len_S, jnp.where(goes_S, state.room_S - counts_S, 0))

@@ -78,7 +78,9 @@ def kv_block(d: int) -> int:
     return BLOCK if d <= 128 else 64
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, share: bool = False, impl: str) -> Work | None:
+def work_list(
+    q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, share: bool = False, shortest_S=None, impl: str
+) -> Work | None:
     """What `attention` derives from lengths alone, for all layers of a forward: XLA computes it in each trip of a loop otherwise.
 
     Args:
@@ -86,6 +88,7 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, share: boo
       q_start_S1, kv_len_S, page_table_SP, impl: as `attention` takes them.
       share: pages that sequences side by side have in common, from their first on, are read once for all of them, where the
         implementation finds that faster; of a row for each sequence. Reaches no bits.
+      shortest_S: int32 [S], the least lengths that `shortened` is going to ask for, where it is used.
 
     Returns:
       Integers that are the implementation's own; None where it has no use for any.
@@ -95,7 +98,23 @@ def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, *, share: boo
     """
     module = registry.implementation("attention", impl)
     page_table_SP = _whole_blocks(page_table_SP, k_pages.shape[-3])
-    return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share)
+    return module.work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share, shortest_S)
+
+
+def shortened(work: Work | None, q_THd, k_pages, longest_S, kv_len_S, *, impl: str) -> Work | None:
+    """Of the work of sequences of longest_S positions, what `attention` needs of the same rows where there are kv_len_S.
+
+    A loop whose sequences grow makes its lists once, and shortens them in each step: a small part of what making them costs.
+    Which blocks a row walks, and in which order, is as in a list that is made for kv_len_S.
+
+    Args:
+      work: what `work_list` gave for longest_S, with its shortest_S; None stays None.
+      q_THd, k_pages, impl: as `work_list` had them.
+      longest_S, kv_len_S: int32 [S]; shortest_S <= kv_len_S <= longest_S.
+    """
+    if work is None:
+        return None
+    return registry.implementation("attention", impl).shortened(work, q_THd, k_pages, longest_S, kv_len_S)
 
 
 def _whole_blocks(page_table_SP, page_size: int):

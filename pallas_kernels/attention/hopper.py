@@ -79,15 +79,25 @@ def _kernel(q_THd, k_pages, S: int):
     return hopper_decode if few_rows(T, S, shape) else hopper_forward, shape
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False) -> tuple[jax.Array, ...] | None:
-    """The integers that the kernel walks by; None where no kernel serves such arrays, which `attention` says."""
+def work_list(
+    q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False, shortest_S=None
+) -> tuple[jax.Array, ...] | None:
+    """The integers that the kernel walks by; None where no kernel serves such arrays, which `attention` says, and where lists
+    of the kernel of many rows are to be shortened."""
     if unsupported_reason(q_THd, k_pages):
         return None
     T, S = q_THd.shape[0], kv_len_S.shape[0]
     kernel, shape = _kernel(q_THd, k_pages, S)
+    if shortest_S is not None and kernel is not hopper_decode:
+        return None
     sharing = share and kernel is hopper_decode and T == S and hopper_shared.may_pay(*page_table_SP.shape, shape)
-    options = {"share": hopper_shared.pays} if sharing else {}
+    options = {"share": hopper_shared.pays, "shortest_S": shortest_S} if sharing else {}
     return kernel.work_list(q_start_S1, kv_len_S, page_table_SP, T, shape, **options)
+
+
+def shortened(work, q_THd, k_pages, longest_S, kv_len_S) -> tuple[jax.Array, ...]:
+    """The work of longest_S for kv_len_S."""
+    return hopper_decode.shortened(work, longest_S, kv_len_S, _kernel(q_THd, k_pages, kv_len_S.shape[0])[1])
 
 
 def attention(

@@ -20,7 +20,7 @@ from pallas_kernels import mosaic
 from pallas_kernels.attention import hopper_rows
 from pallas_kernels.attention.hopper_shared import groups
 from pallas_kernels.attention.hopper_softmax import COLUMNS, ROW, Total, finish, full, merge
-from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, tiles
+from pallas_kernels.attention.hopper_tiles import ROWS, Deal, Shape, Tile, descending, needed, tiles
 from pallas_kernels.attention.hopper_walk import (
     LANES,
     Memory,
@@ -65,21 +65,45 @@ def items(table_N5, splits: int, per_split: int, begin_N):
     return fields.astype(jnp.int32), (total + jnp.sum(some_N)).astype(jnp.int32)
 
 
-def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: Callable | None = None):
+def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: Callable | None = None, shortest_S=None):
     """(`items` of each launch, int32 [L, M, 7]; int32 [L], how many are real; tiles of the merge, int32 [N, 5], and how many).
 
     share: of a row for each sequence, T = S, the blocks that several sequences hold the same pages of are walked by a launch of
     their own, before that of all others, where this finds it worth it (`hopper_shared.pays`); None: there is no such launch.
+    shortest_S: int32 [S], the least lengths that `shortened` may ask for: what is shared lies below them; None for kv_len_S.
     """
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
     table_N5, _ = tiles(q_start_S1, kv_len_S, T, shape.tokens, shape.block)
     tables, begins = [table_N5], [jnp.zeros(table_N5.shape[0], jnp.int32)]
     if share:
-        begin_S, groups_S5 = groups(q_start_S1, kv_len_S, table_SP, shape, share)
+        begin_S, groups_S5 = groups(q_start_S1, kv_len_S if shortest_S is None else shortest_S, table_SP, shape, share)
         tables, begins = [groups_S5, table_N5], [*begins, jnp.append(begin_S, 0)[table_N5[:, 0]]]
     of_each = jax.vmap(lambda table_N5, begin_N: items(table_N5, splits, shape.per_split, begin_N))
     merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H), shape.block)
     return *of_each(jnp.stack(tables), jnp.stack(begins)), merges_N5, merges[None]
+
+
+def shortened(work, longest_S, kv_len_S, shape: Shape):
+    """What `work_list` gave for sequences of longest_S positions, for the same rows of sequences of kv_len_S: two small kernels.
+
+    Lengths lie between that list's shortest_S and longest_S. Items keep their order, and with it their splits: one whose split
+    has not begun has no blocks, and what it writes nobody reads.
+    """
+    items_LM7, count_L, merges_N5, merges = work
+    less_S1 = jnp.append(longest_S - kv_len_S, 0)  # the sequence of padding stays as it is
+
+    def cut(tiles_N5):
+        tile = Tile(*jnp.moveaxis(tiles_N5, -1, 0))
+        position = tile.position - less_S1[tile.sequence]
+        blocks = jnp.minimum(tile.blocks, needed(position, tile.tokens, shape.block))
+        return jnp.stack(tile._replace(position=position, blocks=blocks), axis=-1)
+
+    tiles_LM5 = cut(items_LM7[..., :5])
+    last_LM1 = jnp.minimum(items_LM7[..., 6:], tiles_LM5[..., 4:])
+    own_LM7 = jnp.concatenate([tiles_LM5, items_LM7[..., 5:6], last_LM1], axis=-1)
+    of_own_L11 = jnp.arange(len(count_L))[:, None, None] == len(count_L) - 1
+    # Blocks that are shared lie below all lengths: their launch stays as it is.
+    return jnp.where(of_own_L11, own_LM7, items_LM7), count_L, cut(merges_N5), merges
 
 
 def attention(

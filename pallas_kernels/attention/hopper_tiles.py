@@ -68,6 +68,11 @@ class Tile(NamedTuple):
     blocks: jax.Array  # KV blocks that its last token needs
 
 
+def needed(position, tokens, block: int):
+    """KV blocks that the last of `tokens` tokens from `position` on needs; none before position 0."""
+    return jnp.maximum(position + tokens + block - 1, 0) // block
+
+
 def tiles(q_start_S1, kv_len_S, T: int, tokens: int, block: int):
     """(int32 [N, 5], N tiles, one `Tile` a row; how many are real, int32).
 
@@ -86,7 +91,7 @@ def tiles(q_start_S1, kv_len_S, T: int, tokens: int, block: int):
     length_N = (end_S1 - start_S1)[s_N]
     tokens_N = jnp.clip(length_N - offset_N, 0, tokens)
     position_N = kv_len_S1[s_N] - length_N + offset_N
-    blocks_N = jnp.where(s_N < S, jnp.maximum(position_N + tokens_N + block - 1, 0) // block, 0)
+    blocks_N = jnp.where(s_N < S, needed(position_N, tokens_N, block), 0)
     fields = (s_N, start_S1[s_N] + offset_N, tokens_N, position_N, blocks_N)
     return jnp.stack(fields, axis=1).astype(jnp.int32), last_S1[-1].astype(jnp.int32)
 

@@ -23,7 +23,7 @@ def entry(G: int, K: int, d: int, dtype) -> dict:
     return {"implementation": "native", "round": str(dtype), "order": "XLA's choice"}
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False) -> None:
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False, shortest_S=None) -> None:
     """None: the library takes lengths as they are."""
 
 

@@ -133,7 +133,7 @@ def _dot(a, b, contract_a: int, contract_b: int):
     return lax.dot_general(a, b, dims, preferred_element_type=jnp.float32, precision=lax.Precision.HIGHEST)
 
 
-def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False) -> None:
+def work_list(q_THd, k_pages, q_start_S1, kv_len_S, page_table_SP, share: bool = False, shortest_S=None) -> None:
     """None: tiles are walked where they lie."""
 
 

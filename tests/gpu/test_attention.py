@@ -64,19 +64,25 @@ class Pool:
 
 
 @functools.partial(jax.jit, static_argnames=("kernel", "schedule", "share"))
-def _run(kernel, q, k_pages, v_pages, q_start, kv_len, tables, schedule=None, share=False):
+def _run(kernel, q, k_pages, v_pages, q_start, kv_len, tables, schedule=None, share=False, bounds=None):
     N, page, K, d = k_pages.shape
     tables = jnp.pad(tables, ((0, 0), (0, -tables.shape[1] % (BLOCK // page))))
     flat = (x.reshape(N * page, K * d) for x in (k_pages, v_pages))
     shape, where = Shape(q.shape[1], K, d, page), (q_start, kv_len, tables)
-    lists = hopper_decode.work_list(*where, len(q), shape, share=lambda *_: True) if share else None
+    lists, sharing = None, (lambda *_: True) if share else None
+    if bounds is not None:
+        shortest, longest = bounds
+        lists = hopper_decode.work_list(q_start, longest, tables, len(q), shape, sharing, shortest)
+        lists = hopper_decode.shortened(lists, longest, kv_len, shape)
+    elif share:
+        lists = hopper_decode.work_list(*where, len(q), shape, sharing)
     return kernel.attention(q, *flat, *where, jnp.zeros((1,), jnp.int32), shape, schedule, lists)
 
 
-def run(kernel, work, pool: Pool, T: int | None = None, schedule=None, share: bool = False):
+def run(kernel, work, pool: Pool, T: int | None = None, schedule=None, share: bool = False, bounds=None):
     """(o [rows, H, d], log-sum-exp [rows, H]) of `work`, a list of (sequence, its index in the pool, start, stop): rows
     [start, stop), of which keys up to `stop` are there. Rows up to T are padding. share: pages of several sequences are read
-    once for all of them; only with a row for each sequence."""
+    once for all of them; only with a row for each sequence. bounds: lists are made for lengths between these two, and shortened."""
     queries = [s.q[start:stop] for s, _, start, stop in work]
     total = sum(map(len, queries))
     padding = np.full(((T or total) - total, *queries[0].shape[1:]), np.nan, np.float32)
@@ -85,7 +91,7 @@ def run(kernel, work, pool: Pool, T: int | None = None, schedule=None, share: bo
     kv_len = jnp.asarray([stop for *_, stop in work], jnp.int32)
     tables = jnp.asarray(pool.tables[[i for _, i, _, _ in work]])
     paged = (jnp.asarray(x, jnp.bfloat16) for x in (pool.k_pages, pool.v_pages))
-    o, lse = jax.block_until_ready(_run(kernel, q, *paged, q_start, kv_len, tables, schedule, share))
+    o, lse = jax.block_until_ready(_run(kernel, q, *paged, q_start, kv_len, tables, schedule, share, bounds))
     assert not np.asarray(o[total:], np.float32).any() and not np.asarray(lse[total:]).any(), "padding gives zeros"
     o, lse = np.asarray(o[:total]), np.asarray(lse[:total])
     assert np.isfinite(o.astype(np.float32)).all() and np.isfinite(lse).all()
@@ -257,6 +263,26 @@ def test_samples_that_share_their_prompts_pages_have_the_bits_of_those_that_do_n
     changed = run(hopper_decode, work, together, len(work), share=True)
     rows = {i for i, (x, y) in enumerate(zip(changed[0], shared[0], strict=True)) if differ(x, y)}
     assert rows <= set(range(PROMPTS[0][1])) and len(rows) > PROMPTS[0][1] // 2  # of some rows it may have next to no weight
+
+
+@pytest.mark.parametrize("d, G, page, share", [(64, 3, 16, False), (128, 4, 64, True), (256, 16, 8, True)])
+def test_lists_that_a_loop_shortens_give_the_bits_of_lists_made_in_each_step(d, G, page, share):
+    """Samples grow by one position a step until each is done, over the ends of blocks and splits."""
+    sequences, apart, together = samples(G, d, page)
+    longest = np.array([len(s.q) for s in sequences] + [0] * 3, np.int32)
+    grows = np.minimum(longest - 1, np.array([300, 150, 0, 500, 1])[np.arange(len(longest)) % 5])
+    shortest = np.where(longest > 0, longest - grows, 0).astype(np.int32)
+    last = None
+    for step in (0, 1, 2, 50, 100, 128, 300, 500):
+        lengths = np.minimum(shortest + step * (longest > 0), longest)
+        work = [(s, i, n - 1, n) for i, (s, n) in enumerate(zip(sequences, lengths, strict=False))]
+        work += [(sequences[0], 0, 0, 0)] * 3  # without rows, as an engine pads its steps
+        bounds = jnp.asarray(shortest), jnp.asarray(longest)
+        got = run(hopper_decode, work, together if share else apart, len(work), share=share, bounds=bounds)
+        assert different(got, run(hopper_decode, work, apart, len(work))) == 0, step
+        assert last is None or different(got, last) > 0  # some sample is longer than before
+        last = got
+    assert different(got, run(hopper_forward, work, apart, len(work))) == 0
 
 
 def test_the_op_serves_both_kernels_and_a_layer_of_a_stack():

@@ -79,7 +79,7 @@ def test_decode_lays_its_layers_out_and_prefill_does_not():
 
 def test_decode_steps_share_prompts_where_the_engine_is_made_so(monkeypatch):
     cfg, seen, listed = MODELS["qwen3-0.6b"], [], attention.work_list
-    monkeypatch.setattr(attention, "work_list", lambda *a, share, **o: seen.append(share) or listed(*a, share=share, **o))
+    monkeypatch.setattr(attention, "work_list", lambda *a, share=False, **o: seen.append(share) or listed(*a, share=share, **o))
     for share in (False, True):
         config = EngineConfig(max_seqs=8, max_model_len=256, share_prompts=share, chunk_tokens=256, decode_steps=2)
         sizes = programs.Shapes.of(dataclasses.replace(config, num_pages=64))
@@ -91,6 +91,23 @@ def test_decode_steps_share_prompts_where_the_engine_is_made_so(monkeypatch):
             functools.partial(programs.decode_loop, cfg, HOPPER, sizes), *programs.decode_arguments(cfg, HOPPER, sizes, 8)
         )
     assert seen == [False, False, False, True]
+
+
+def primitives(jaxpr):
+    """Names of what a program computes, and functions that it calls; not of what its loops, branches and kernels do."""
+    for eqn in jaxpr.eqns:
+        yield from primitives(eqn.params["jaxpr"]) if eqn.primitive.name == "jit" else [eqn.primitive.name]
+
+
+@pytest.mark.parametrize("share", [False, True])
+def test_attentions_lists_are_made_once_a_loop(share):
+    """Whose making sums, and whose shortening in each step does not."""
+    cfg, sizes = MODELS["qwen3-0.6b"], dataclasses.replace(SHAPES, share_prompts=share)
+    step = functools.partial(programs.decode_loop, cfg, HOPPER, sizes)
+    program = jax.make_jaxpr(step)(*programs.decode_arguments(cfg, HOPPER, sizes, 256))
+    (loop,) = (eqn for eqn in program.eqns if eqn.primitive.name == "while")
+    assert "reduce_sum" in set(primitives(program))
+    assert "reduce_sum" not in set(primitives(loop.params["body_jaxpr"]))
 
 
 @pytest.mark.parametrize("T, layer, kernels", [(8, 1, 2), (512, 1, 2), (8, None, 3)], ids=["decode", "prefill", "training"])

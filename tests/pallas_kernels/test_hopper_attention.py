@@ -89,6 +89,10 @@ def test_layers_that_share_their_work_compute_no_lists(T, S):
     work = jax.eval_shape(listed, q, k, *where)
     assert "stablehlo.reduce" in lower(attend, q, k, v, *where)
     assert "stablehlo.reduce" not in lower(lambda *a: attend(*a[:-1], work=a[-1]), q, k, v, *where, work)
+    # Lists of the kernel of many rows cannot be shortened: each forward makes its own.
+    growing = jax.eval_shape(lambda *where: listed(q, k, *where, shortest_S=where[1]), *where)
+    assert (growing is None) == (T > S) and growing in (None, work)
+    assert jax.eval_shape(lambda w, *n: op.shortened(w, q, k, *n, impl="hopper"), growing, where[1], where[1]) == growing
 
 
 def test_what_it_cannot_serve_is_refused():
@@ -163,6 +167,28 @@ def test_items_are_every_split_of_every_tile_the_largest_first(seed, block):
         if not begin.any():
             sizes = [row[6] - row[5] for row in got]
             assert sizes == sorted(sizes, reverse=True)
+
+
+@pytest.mark.parametrize("seed, block", [(0, 128), (1, 64)])
+def test_a_shortened_list_has_the_items_of_one_made_for_the_shorter_lengths(seed, block):
+    """Splits begin and end on the way; what else is listed has no blocks, and belongs to a split that has not begun."""
+    q_start, shortest, T = sequences(seed)
+    shape, rng = Shape(4, 1, 64, 64, block), np.random.default_rng(seed)
+    grows = np.where(shortest > 0, rng.choice([0, 1, block, SPLIT], len(shortest)), 0).astype(np.int32)
+    grows[2] = SPLIT
+    pages = jnp.zeros((len(shortest), -(-(shortest + grows).max() // BLOCK) * BLOCK // shape.page), jnp.int32)
+    listed = jax.jit(lambda lengths: hopper_decode.work_list(jnp.asarray(q_start), lengths, pages, T, shape))
+    cut = jax.jit(functools.partial(hopper_decode.shortened, shape=shape))
+    longest, unbegun = shortest + grows, 0
+    for part in (0, 0.3, rng.random(len(grows)), 0.999, 1):
+        lengths = shortest + (grows * part).astype(np.int32)
+        (want,), (many,), *merges = map(np.asarray, listed(lengths))
+        (got,), (listed_count,), *cut_merges = map(np.asarray, cut(listed(longest), longest, lengths))
+        walked = [row for row in got[:listed_count].tolist() if row[6] > row[5] or row[5] == 0]
+        assert sorted(walked) == sorted(want[:many].tolist())
+        unbegun += listed_count - len(walked)
+        assert all(np.array_equal(x, y) for x, y in zip(merges, cut_merges, strict=True))
+    assert unbegun > 0
 
 
 @pytest.mark.parametrize("items", [0, 1, 5, 6, 7, 40])

@@ -39,6 +39,14 @@ def always(*_):
     return True
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "share"))
+def lists(shape: Shape, share: bool, where, longest):
+    """What `work_list` gives for lengths up to `longest`."""
+    q_start, kv_len, table_SP = where
+    options = dict(share=always if share else None, shortest_S=kv_len)
+    return hopper_decode.work_list(q_start, longest, table_SP, len(kv_len), shape, **options)
+
+
 def grouped(shape: Shape, *where):
     """(blocks of each sequence that its group walks, the groups' tiles)."""
     return map(np.asarray, jax.jit(functools.partial(hopper_shared.groups, shape=shape, worth=always))(*map(jnp.asarray, where)))
@@ -130,6 +138,38 @@ def test_a_call_has_a_launch_for_shared_blocks_where_that_may_pay():
         assert op.work_list(q, pages, None, None, jnp.zeros((S, P)), share=share, impl="reference") is None
 
 
+@pytest.mark.parametrize("share", [False, True])
+def test_a_shortened_list_has_the_items_of_one_made_for_the_lengths(share):
+    """Samples grow over edges of blocks and splits, some less far than others; what is shared is what was at the beginning."""
+    shape, grows = Shape(8, 2, 64, 32, 64, 256), 300
+    prompts = [(96, [1, 40]), (320, [1] * 9 + [200] * 9), (256, [7]), (512, [20, 0, 90])]  # of the 0, the prompt's last position is not run yet
+    q_start, longest, table_SP = tables(shape, [(n, [o + grows for o in own]) for n, own in prompts], S=26, P=32)
+    shortest = longest - grows * (longest > 0)
+    longest = shortest + np.arange(26) % 4 * 100 * (longest > 0)
+    at = lambda lengths: (jnp.asarray(q_start), jnp.asarray(lengths, jnp.int32), jnp.asarray(table_SP))  # noqa: E731
+    work = lists(shape, share, at(shortest), longest)
+    cut = jax.jit(functools.partial(hopper_decode.shortened, shape=shape))
+    unbegun = 0
+    for step in (0, 1, 63, 64, 100, 191, 192, 255, 256, 257, 300):
+        lengths = np.minimum(shortest + step * (shortest > 0), longest)
+        made = lists(shape, False, at(lengths), lengths)
+        (*groups, got), counts, *merges = map(np.asarray, cut(work, longest, lengths))
+        (want,), (many,), *made_merges = map(np.asarray, made)
+        begin = np.zeros(27, int)
+        for s, _, members, _, blocks, *_ in (row for items in groups for row in items[: counts[0]].tolist()):
+            begin[s : s + members] = blocks
+        assert share == begin.any() and (begin[:26] * shape.block < np.maximum(shortest, 1)).all()
+        # What a group walks is not the samples' own.
+        want = [(*row[:5], max(row[5], begin[row[0]]), row[6]) for row in want[:many].tolist()]
+        walked = [tuple(row) for row in got[: counts[-1]].tolist() if row[6] > row[5] or row[5] == 0]
+        assert sorted(walked) == sorted(row for row in want if row[6] > row[5] or row[4] == 0), step
+        unbegun += counts[-1] - len(walked)
+        assert all(np.array_equal(x, y) for x, y in zip(merges, made_merges, strict=True))
+        for before, after in zip(np.asarray(work[0])[:-1], groups, strict=True):
+            assert np.array_equal(before, after)
+    assert unbegun > 0
+
+
 def test_prompts_that_begin_alike_keep_what_their_own_samples_share():
     """Three prompts behind one beginning of a block: each one's samples share the whole of it, not that block alone."""
     shape = Shape(4, 1, 64, 128, 128)
@@ -180,21 +220,22 @@ def test_shared_blocks_have_the_bits_of_each_sequence_alone_in_the_interpreter(s
     q = 2 * rng.standard_normal((S, shape.H, shape.d))
     q[q_start[-1] :] = np.nan
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in (q, k, v))
-    where = [jnp.asarray(x) for x in where]
-    results = {}
-    for share in (False, True):
+    where, results = [jnp.asarray(x) for x in where], {}
+    longest = jnp.minimum(where[1] + 90 * (where[1] > 0), P * page)
+    for share, work in (
+        (False, lists(shape, False, where, where[1])),
+        (True, hopper_decode.shortened(lists(shape, True, where, longest), longest, where[1], shape)),
+    ):
 
-        def run(q, k, v, *where, share=share):
+        def run(q, k, v, where, work):
             flat, layer = (x.reshape(-1, shape.d) for x in (k, v)), jnp.zeros((1,), jnp.int32)
-            work = hopper_decode.work_list(*where, S, shape, always if share else None)
-            schedule = schedules.Few(pairs, 2, overlap=False)
-            return *hopper_decode.attention(q, *flat, *where, layer, shape, schedule, work), work[1]
+            return hopper_decode.attention(q, *flat, *where, layer, shape, schedules.Few(pairs, 2, overlap=False), work)
 
         with mosaic.interpreted():
-            results[share] = [np.asarray(x) for x in jax.jit(run)(q, k, v, *where)]
+            results[share] = [np.asarray(x) for x in jax.jit(run)(q, k, v, where, work)]
         assert not gpu_callbacks.get_races().races_found, share
-    (o, lse, _), (shared_o, shared_lse, count) = results[False], results[True]
-    assert count[0] > 0  # something was shared
+    (o, lse), (shared_o, shared_lse) = results[False], results[True]
+    assert work[1][0] > 0  # something was shared
     assert np.array_equal(bits(o), bits(shared_o)) and np.array_equal(bits(lse), bits(shared_lse))
     want, _ = reference.attention(q, k, v, *where, None)
     used = q_start[-1]
