@@ -20,6 +20,7 @@ import tempfile
 
 from benchmarks import report
 from benchmarks.beside_vllm import AREA
+from isomodel.bench import command
 from isomodel.bench.work import SHAPES, Work
 
 STEPS = 32
@@ -208,9 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         parser.error("name the file to write")
     if unknown := set(args.models) - set(SHAPES):
         parser.error(f"unknown model {', '.join(sorted(unknown))}; choose from {', '.join(SHAPES)}")
-    from isomodel.bench.command import parse_options
-
-    options = parse_options(args.option, ["iso"])["iso"]
+    options = command.parse_options(args.option, ["iso"])["iso"]
     result = {"facts": report.facts(), "rows": [], "failed": {}, "profiles": {}}
     for model in args.models or SHAPES:
         found = summary(trace(model, args.sequences, options), SHAPES[model].num_layers)

@@ -36,15 +36,15 @@ ARITHMETIC = dict(name="chain_sum", min_terms=2, max_terms=6, min_digits=1, max_
 """reasoning-gym's task whose prompts SmolLM2 answers."""
 REASONS: dict[str, str] = {
     "engine-qwen3-0.6b-rollouts": (
-        "A step of 5.2 ms: attention takes 3.3 (its keys and values at a copy's rate 2.8), the other kernels of layers 1.1, at 1 us a node of "
-        "a CUDA graph and more, logits, sampling and log-probabilities 0.36, host and prompts 0.35 (docs/engine.md)."
+        "Of a step of 5.2 ms, as far as profiles of parts tell: attention 3.3 (its keys and values at a copy's rate 2.8), the other kernels of "
+        "layers 1.1, at 1 us a node of a CUDA graph and more, logits, sampling and log-probabilities 0.36, host and prompts 0.35 (docs/engine.md)."
     ),
     "engine-qwen3-8b-rollouts": (
-        "No engine that computes in bf16 gets much further here: GEMMs of 256 rows at the power limit take 6.2 ms of a step, keys and "
-        "values at a copy's rate 3.5, logits 0.5, and prompts 0.85 s of each run: 6.1 s, which would be 1.25. We take 7.0 s (docs/engine.md)."
+        "An estimate of what our GEMMs allow: of 256 rows they take 6.2 ms of a step (profile), keys and values at a copy's rate 3.5, logits 0.5, and "
+        "prompts some 0.8 s of each run: 6.1 s, which would be 1.25. We take 7.0 s (docs/engine.md)."
     ),
-    "engine-smollm2-rollouts": "Bound by latency: two thirds of the steps have 64 samples or fewer, and take 1.1 ms for weights that are read in 0.07; 33 us a layer in 11 "
-    "kernels of 1 to 4 us, attention 8.5 (docs/engine.md).",
+    "engine-smollm2-rollouts": "Bound by latency: a step of 16 samples takes 1.1 ms, and its weights are read in 0.07; 33 us a layer in 11 kernels of 1 to 4 us, attention "
+    "8.5 (docs/engine.md). How many steps of a run are so small was not counted.",
 }
 """Why a target is missed, by the row's id."""
 

@@ -70,6 +70,7 @@ def kernel(body, **options):
 
 
 def _name(body) -> str:
+    """attention_decode_merge_splits, of `merge_splits` in attention/hopper_decode.py."""
     words = body.__module__.split(".")[1:] + [body.__qualname__.partition(".<locals>")[0]]
     return "_".join(word.removeprefix("hopper").strip("_") for word in words if word != "hopper")
 

@@ -20,9 +20,8 @@ from isomodel.tokenizer import Tokenizer
 from pallas_kernels import environment
 
 TOKEN_VARIABLE = "ISOMODEL_ADMIN_TOKEN"
-
-
 LOOK_S = 0.1
+"""Seconds between two looks of a server's engine: streams would otherwise stutter at EngineConfig's default."""
 
 
 def add_commands(subparsers) -> None:
