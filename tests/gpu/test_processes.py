@@ -10,6 +10,7 @@ import os
 import pathlib
 import subprocess
 import sys
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -61,15 +62,20 @@ def digests() -> dict[str, str]:
     return {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in arrays.items()}
 
 
-def test_two_processes_have_the_same_bits():
+def in_two_processes(run: Callable, module: str, *words: object) -> tuple[dict, dict]:
+    """What `run(*words)` gives here, and what `python -m module *words` prints at the same time as its last line, in JSON."""
     root = pathlib.Path(__file__).parents[2]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
-    command = [sys.executable, "-m", "tests.gpu.test_processes"]
+    command = [sys.executable, "-m", module, *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root, env=environ) as other:
-        mine = digests()
+        mine = run(*words)
         said = other.communicate()[0]
     assert other.returncode == 0, said[-2000:]
-    theirs = json.loads(said.splitlines()[-1])
+    return mine, json.loads(said.splitlines()[-1])
+
+
+def test_two_processes_have_the_same_bits():
+    mine, theirs = in_two_processes(digests, "tests.gpu.test_processes")
     assert theirs.keys() == mine.keys() and len(mine) > 10
     words = lambda found: np.frombuffer(bytes.fromhex("".join(found[name] for name in mine)), np.uint32)  # noqa: E731
     assert base.differ(words(theirs), words(mine)) == 0, [name for name in mine if theirs[name] != mine[name]]
