@@ -64,13 +64,13 @@ def rates(result: dict[str, Any]) -> float:
     return statistics.median(n / s for n, s in zip(result["tokens"], result["seconds"], strict=True))
 
 
-def measure(model: str, python: str, seconds: float, repeats: int, options: dict[str, Any]) -> list[dict]:
+def measure(model: str, python: str, seconds: float, repeats: int, options: dict[str, dict[str, Any]]) -> list[dict]:
     """The rows of a model (benchmarks.report.record's fields).
 
     Args:
       python: interpreter that has vLLM.
       seconds: longest time for one engine's process.
-      options: EngineConfig's fields, where they are to differ.
+      options: EngineConfig's fields for "iso" and vllm.LLM's for "vllm", where they are to differ.
 
     Raises:
       ArmFailed: a process failed.
@@ -86,11 +86,11 @@ def measure(model: str, python: str, seconds: float, repeats: int, options: dict
         common = dict(folder=str(folder), random_weights=shape is not None, repeats=repeats)
         ask = [vars(work) for work in works.values()]
         without = [vars(WITHOUT)] if shape else []
-        ours = arm.measure("iso", sys.executable, seconds, works=ask + without, options=options, **common)
-        theirs = arm.measure("vllm", python, seconds, works=ask, options={}, **common)
+        ours = arm.measure("iso", sys.executable, seconds, works=ask + without, options=options["iso"], **common)
+        theirs = arm.measure("vllm", python, seconds, works=ask, options=options["vllm"], **common)
     rows = []
     for (name, work), a, b in zip(works.items(), ours, theirs, strict=False):
-        rows += _rows(model, name, work, cfg, a, b)
+        rows += _rows(model, name, work, cfg, a, b, options["vllm"])
     if without:
         cost = [statistics.median(result["seconds"]) for result in (ours[0], ours[-1])]
         rows.append(
@@ -104,7 +104,8 @@ def measure(model: str, python: str, seconds: float, repeats: int, options: dict
                 "target": "< 1.03",
             }
         )
-    typed = "".join(f" --option iso.{name}={json.dumps(value, separators=(',', ':'))}" for name, value in options.items())
+    settings = [(f"{of}.{name}", json.dumps(value, separators=(",", ":"))) for of in options for name, value in options[of].items()]
+    typed = "".join(f" --option {name}={value}" for name, value in settings)
     return [{"command": f"python -m benchmarks.engine OUT.json {model}{typed}"} | row for row in rows]
 
 
@@ -113,8 +114,9 @@ def _sizes(work: Work) -> str:
     return f"{of}, {work.samples} x {work.max_tokens} sampled of each" if work.file is None else f"{of}, up to {work.max_tokens}"
 
 
-def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, theirs: dict) -> list[dict]:
+def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, theirs: dict, theirs_set: dict) -> list[dict]:
     _, target = WORKS[model][name]
+    vllm = VLLM + " but " * bool(theirs_set) + ", ".join(f"{field}={value}" for field, value in theirs_set.items())
     what = f"{model}{'' if work.file else ' shape'}, {_sizes(work)}"
     rows = [
         {
@@ -123,11 +125,24 @@ def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, their
             "metric": "tokens/s",
             "ours": rates(ours),
             "baseline": rates(theirs),
-            "baseline_name": VLLM,
+            "baseline_name": vllm,
             "target": f">= {target}",
         }
     ]
-    if work.file is None:
+    if work.file is not None:
+        steps = ours["stats"]["decode_steps"] / (len(ours["seconds"]) + 1)  # the unmeasured run's too
+        of_step = statistics.median(ours["tokens"]) / steps
+        rows.append(
+            {
+                "id": f"engine-{model}-{name}-floor",
+                "work": f"the same, a decode step on average, {steps:.0f} a run, {of_step:.0f} samples in each; its weights over a copy's bandwidth: {what}",
+                "metric": "ms",
+                "ours": statistics.median(ours["seconds"]) / steps * 1e3,
+                "baseline": work.step_bytes(cfg)[0] / ours["copy_tb_per_s"] / 1e12 * 1e3,
+                "baseline_name": "weights of a step",
+            }
+        )
+    else:
         rows.append(
             {
                 "id": f"engine-{model}-{name}-floor",
@@ -145,7 +160,7 @@ def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, their
                 "metric": "ms",
                 "ours": statistics.median(ours["ttft_s"]) * 1e3,
                 "baseline": statistics.median(theirs["ttft_s"]) * 1e3,
-                "baseline_name": VLLM,
+                "baseline_name": vllm,
                 "target": "<= 1" if work is GROUPS else None,
             }
         )
@@ -154,9 +169,9 @@ def _rows(model: str, name: str, work: Work, cfg: ModelConfig, ours: dict, their
 
 def main(argv: list[str] | None = None) -> int:
     parser = beside_vllm.parser(__doc__, WORKS)
-    parser.add_argument("--option", action="append", default=[], metavar="iso.NAME=VALUE", help="as of `isomodel bench`")
+    parser.add_argument("--option", action="append", default=[], metavar="ARM.NAME=VALUE", help="of iso or vllm, as of `isomodel bench`")
     args = parser.parse_args(argv)
-    options = command.parse_options(args.option, ["iso"])["iso"]
+    options = command.parse_options(args.option, ["iso", "vllm"])
     rows_of = lambda model: measure(model, args.python, args.seconds, args.repeats, options)  # noqa: E731
     return beside_vllm.run(parser, args, WORKS, REASONS, rows_of)
 

@@ -465,6 +465,7 @@ class Engine:
             warmup_s=self._warmup_s,
             prefill_rows=scheduler.prefill_rows,
             decode_rows=scheduler.decode_rows,
+            decode_steps=scheduler.decode_steps,
             reused_tokens=scheduler.reused_tokens,
             prefix_queries=pool.queries,
             prefix_hits=pool.hits,

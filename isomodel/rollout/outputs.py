@@ -117,7 +117,7 @@ class EngineStats:
       steps: looks by the host; a decode loop is one.
       generated_tokens: tokens of finished and running samples. tokens_per_s: these over busy_s.
       busy_s: seconds inside `step`. warmup_s: seconds of compilation at the start.
-      prefill_rows, decode_rows: rows that ran.
+      prefill_rows, decode_rows: rows that ran. decode_steps: steps of the device with rows that decode, each of a loop for itself.
       reused_tokens: positions that did not run, because their keys and values were there.
       prefix_queries, prefix_hits: full pages looked up in, and found in, the prefix cache.
       shared_pages, copied_pages: pages that samples of one prompt took from each other, by reference and by copy.
@@ -136,6 +136,7 @@ class EngineStats:
     warmup_s: float
     prefill_rows: int
     decode_rows: int
+    decode_steps: int
     reused_tokens: int
     prefix_queries: int
     prefix_hits: int

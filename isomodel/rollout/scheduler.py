@@ -101,7 +101,7 @@ class SchedulerStats:
     Attributes:
       preemptions: samples that gave up their pages.
       shared_pages: pages taken by reference from another sample of the same prompt; copied_pages: copied from one.
-      prefill_rows, decode_rows: rows run.
+      prefill_rows, decode_rows: rows run. decode_steps: steps of the device with rows that decode.
       reused_tokens: prompt (or resumed) positions that were not run because their keys and values were there.
     """
 
@@ -110,6 +110,7 @@ class SchedulerStats:
     copied_pages: int = 0
     prefill_rows: int = 0
     decode_rows: int = 0
+    decode_steps: int = 0
     reused_tokens: int = 0
 
 
@@ -413,6 +414,7 @@ class Scheduler:
                 self._accept(sample, result, i, 1)
         if n_decode:
             steps = max(1, int(result.counts_S[:n_decode].max()))
+            self.stats.decode_steps += steps
             stops = sum(s.finish_reason == "stop" for s in live) / steps
             self._stops += (stops - self._stops) * (1 - MEMORY**steps)
         for sample in live:

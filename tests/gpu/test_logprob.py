@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax import lax
 
 from pallas_kernels import logprob
 from pallas_kernels.gemm import schedules
@@ -185,6 +186,19 @@ def test_no_less_accurate_than_the_library(V):
         errors(f"{kind} logits, vocabulary {V}", *found, want)
         ours, theirs = (error(y, want) for y in found)
         assert ours <= max(theirs, rounding(want)), f"{kind}: {ours} against {theirs}"
+
+
+@pytest.mark.parametrize("V, D", [(151936, 4096), (151936, 1024), (49152, 576)])
+def test_logits_are_no_less_accurate_than_the_librarys(V, D):
+    """Of 8B, 0.6B and SmolLM2: the one result of a GEMM that stays fp32. By 500 columns in float64."""
+    x, w = (jax.random.normal(jax.random.key(i), s, jnp.bfloat16) for i, s in ((7, (2048, D)), (8, (V, D))))
+    some = np.sort(np.random.default_rng(0).permutation(V)[:500])
+    exactly = np.asarray(x, np.float64) @ np.asarray(w[some], np.float64).T
+    library = jax.jit(functools.partial(lax.dot_general, dimension_numbers=(((1,), (1,)), ((), ())), preferred_element_type=jnp.float32))
+    for rows in (1, 8, 64, 256, 2048):
+        ours, theirs = (y[:, some] for y in (jax.jit(hopper.logits)(x[:rows], w), library(x[:rows], w)))
+        mine, other = errors(f"logits, fp32, {rows} rows, {V} x {D}", ours, theirs, exactly[:rows])
+        assert mine <= 1.001 * other, (rows, mine, other)
 
 
 def test_control_one_ulp_of_a_logit_reaches_its_row_and_no_other():

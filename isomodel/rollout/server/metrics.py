@@ -15,6 +15,7 @@ COUNTERS = {
     "generated_tokens": "tokens sampled",
     "prefill_rows": "prompt positions that ran",
     "decode_rows": "positions of sampled tokens that ran",
+    "decode_steps": "steps of the device with rows that decode, each of a loop for itself",
     "reused_tokens": "positions whose keys and values were there already",
     "prefix_queries": "full pages looked up in the prefix cache",
     "prefix_hits": "full pages found in the prefix cache",

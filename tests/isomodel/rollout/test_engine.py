@@ -377,6 +377,9 @@ def test_stats_add_up():
     assert stats.decode_rows == 80, "the first token of each comes from a row of its prompt"
     assert stats.prefill_rows + stats.reused_tokens == 2 * sum(len(p) for p in tiny.prompts(5))
     assert stats.tokens_per_s > 0 and 0 < stats.busy_s and stats.pages_in_use == 0 and stats.pages == 64
+    assert 8 <= stats.decode_steps < 80
+    engine.generate(tiny.prompts(1), SamplingParams(max_tokens=9))
+    assert engine.stats().decode_steps == stats.decode_steps + 8
 
 
 def test_the_contract_of_an_engine_is_that_of_the_model():
