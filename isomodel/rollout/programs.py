@@ -94,23 +94,26 @@ class Shapes:
         )
 
 
-def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling) -> Chosen:
-    """What comes of S final hidden rows."""
+def _choose(cfg, numerics, shapes: Shapes, params, hidden_SD, positions_S, sampling: Sampling, fixed=None) -> Chosen:
+    """What comes of S final hidden rows; `fixed` of the sampling, where a loop has it."""
     logits_SV = model.logits(cfg, numerics, params, hidden_SD)
+    keys_S2, *parameters = _parameters(sampling)
     tokens_S, logprob_S, truncated_S = sample.sample(
         logits_SV,
-        sampling.keys_S2,
+        keys_S2,
         positions_S,
-        sampling.inv_temp_S,
-        sampling.top_k_S,
-        sampling.top_p_S,
-        sampling.min_p_S,
+        *parameters,
         regions=("sample", "logprob" if shapes.logprobs else None),
         impl=numerics.impl,
+        fixed=fixed,
     )
     kept_SV = logits_SV[:, : cfg.vocab_size] if shapes.return_logits else None
     top = _likeliest(numerics, shapes.top_logprobs, logits_SV, sampling.inv_temp_S) if shapes.top_logprobs else ()
     return Chosen(tokens_S, logprob_S, truncated_S, kept_SV, *top)
+
+
+def _parameters(sampling: Sampling) -> tuple[jax.Array, ...]:
+    return sampling.keys_S2, sampling.inv_temp_S, sampling.top_k_S, sampling.top_p_S, sampling.min_p_S
 
 
 def _likeliest(numerics, count: int, logits_SV: jax.Array, inv_temp_S: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,13 +153,13 @@ def decode_loop(
     S = state.tokens_S.shape[0]
     used_S = state.kv_len_S > 0
     q_start_S1 = jnp.minimum(jnp.arange(S + 1, dtype=jnp.int32), jnp.sum(used_S, dtype=jnp.int32))
-    empty = jnp.zeros((shapes.decode_steps, S))
-    outputs = Chosen(empty.astype(jnp.int32), empty, empty)
+    words = jnp.zeros((shapes.decode_steps, 3, S), jnp.int32)  # of `Chosen.tokens`, `logprobs` and `truncated`: written by one kernel
+    others = Chosen(None, None, None)
     if shapes.return_logits:
-        outputs = outputs._replace(logits=jnp.zeros((shapes.decode_steps, S, cfg.vocab_size), jnp.float32))
+        others = others._replace(logits=jnp.zeros((shapes.decode_steps, S, cfg.vocab_size), jnp.float32))
     if shapes.top_logprobs:
         top = jnp.zeros((shapes.decode_steps, S, shapes.top_logprobs), jnp.float32)
-        outputs = outputs._replace(top_ids=top.astype(jnp.int32), top_logprobs=top)
+        others = others._replace(top_ids=top.astype(jnp.int32), top_logprobs=top)
 
     def lengths(counts_S, stopped_S):
         """With all new tokens but the newest of a sample that stopped, which is never run."""
@@ -174,6 +177,9 @@ def decode_loop(
         share_prompts=shapes.share_prompts,
     )
 
+    as_words = functools.partial(lax.bitcast_convert_type, new_dtype=jnp.int32)
+    fixed = sample.fixed_of(*_parameters(sampling), impl=numerics.impl)
+
     def goes_on(carry):
         k, active_S = carry[0], carry[1]
         return (k < state.steps) & jnp.any(active_S)
@@ -188,15 +194,19 @@ def decode_loop(
         hidden_SD, cache = model.forward(
             cfg, numerics, params, batch, cache, rope=rope, attention_work=attention_work(kv_len_S)
         )
-        chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling)
-        outputs = jax.tree.map(lambda o, new: lax.dynamic_update_index_in_dim(o, new, k, 0), outputs, chosen)
+        chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling, fixed)
+        new = jnp.stack([chosen.tokens, *map(as_words, (chosen.logprobs, chosen.truncated))])
+        rest = chosen._replace(tokens=None, logprobs=None, truncated=None)
+        outputs = jax.tree.map(lambda o, new: lax.dynamic_update_index_in_dim(o, new, k, 0), outputs, (new, rest))
         counts_S = counts_S + active_S
         ends_S = jnp.any(chosen.tokens[:, None] == state.stops_SE, axis=1) | (counts_S >= state.room_S)
         goes_S = active_S & ~ends_S
         return k + 1, goes_S, counts_S, jnp.where(goes_S, chosen.tokens, tokens_S), cache, outputs
 
-    carry = (jnp.int32(0), active_S, counts_S, state.tokens_S, cache, outputs)
-    _, goes_S, counts_S, tokens_S, cache, outputs = lax.while_loop(goes_on, step, carry)
+    carry = (jnp.int32(0), active_S, counts_S, state.tokens_S, cache, (words, others))
+    _, goes_S, counts_S, tokens_S, cache, (words, others) = lax.while_loop(goes_on, step, carry)
+    logprobs, truncated = (lax.bitcast_convert_type(words[:, i], jnp.float32) for i in (1, 2))
+    outputs = others._replace(tokens=words[:, 0], logprobs=logprobs, truncated=truncated)
     kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S, 0)
     return cache, counts_S, outputs, (tokens_S, kv_len_S, jnp.where(goes_S, state.room_S - counts_S, 0))
 

@@ -11,6 +11,7 @@ from pallas_kernels.gemm import hopper as gemm
 from pallas_kernels.gemm import hopper_large
 from pallas_kernels.logprob import EIGHTHS, VOCAB_BLOCK, padded_vocab
 from pallas_kernels.logprob.hopper_blocks import COLUMNS, FIXED_POINT_BITS, FLOOR, LOG2E, ROWS, block_stats
+from pallas_kernels.logprob.hopper_choice import Choice
 from pallas_kernels.logprob.hopper_combine import GROUP, LN2, LN2_LOW, LOG1P, combine
 from pallas_kernels.logprob.hopper_head import gradient, sums
 
@@ -69,6 +70,13 @@ def finish(max_nP, sum_nP, logits_BV, targets_B, inv_temp_P) -> tuple[jax.Array,
     target_P = jnp.pad(target_B, (0, inv_temp_P.shape[0] - B))
     logprob_P, lse_P = combine(V // VOCAB_BLOCK, max_nP, sum_nP, target_P, inv_temp_P)
     return logprob_P[:B], lse_P[:B]
+
+
+def finish_choice(max_nP, sum_nP, choice: Choice, inv_temp_P) -> tuple[jax.Array, jax.Array]:
+    """(what is chosen, int32 [B]; its log-probability, fp32 [B], nats): `finish` of targets that are still to be chosen."""
+    B, V = choice.logits_BV.shape
+    logprob_P, _, target_P = combine(V // VOCAB_BLOCK, max_nP, sum_nP, choice, inv_temp_P)
+    return target_P[:B], logprob_P[:B]
 
 
 def forward(x_TD, w_VD, targets_T, inv_temp_T) -> tuple[jax.Array, jax.Array]:

@@ -20,6 +20,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.logprob import EIGHTHS
 from pallas_kernels.logprob.hopper_blocks import FIXED_POINT_BITS, FLOOR, LOG2E
+from pallas_kernels.logprob.hopper_choice import Choice, best, better, logit
 
 ROWS = 32
 """Rows of a program: a lane's own, so that a decode step's few hundred rows are many programs."""
@@ -115,23 +116,29 @@ def _finish(max_P, sum_P, target_P, inv_temp_P) -> tuple[jax.Array, jax.Array]:
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Array, jax.Array]:
-    """(log-probability, log-sum-exp), nats, fp32 [P].
+def combine(blocks: int, max_nP, sum_nP, target: jax.Array | Choice, inv_temp_P) -> tuple[jax.Array, ...]:
+    """(log-probability, log-sum-exp), nats, fp32 [P]; of a Choice also what was chosen, int32 [P].
 
     Args:
       blocks: blocks of the padded vocabulary, a multiple of 8.
       max_nP, sum_nP: fp32 and int32 [blocks or more (then they are copied), P], of `hopper_blocks.block_sums`.
-      target_P: fp32 [P], each row's logit of its target.
+      target: fp32 [P], each row's logit of its target, or the targets' choice, which is then made here.
       inv_temp_P: fp32 [P]; P a multiple of 32.
     """
-    P = target_P.shape[0]
+    P = inv_temp_P.shape[0]
+    chosen = isinstance(target, Choice)
+    targets = tuple(target) if chosen else (target,)
     per_eighth = blocks // EIGHTHS
     groups = -(-per_eighth // GROUP)
     mul, add = (functools.partial(fn, layout=EIGHTHS_LAYOUT) for fn in (_mul, _add))
 
-    def body(max_g, sum_g, target_g, inv_temp_g, logprob_g, lse_g, max_s, sum_s, tops_s, totals_s, full, ready):
+    def body(max_g, sum_g, inv_temp_g, *refs):
+        targets_g, (logprob_g, lse_g, *token_g) = refs[: len(targets)], refs[len(targets) : len(targets) + 2 + chosen]
+        max_s, sum_s, tops_s, totals_s, full, ready, *choice = refs[len(targets) + 2 + chosen :]
         wg = lax.axis_index("wg")
-        rows = pl.ds(lax.axis_index("program") * ROWS, ROWS)
+        program = lax.axis_index("program")
+        rows = pl.ds(program * ROWS, ROWS)
+        load = lambda ref: plgpu.load(ref, layout=LAYOUT, optimized=False)  # noqa: E731
         own = pl.ds(wg * WARPS, WARPS)
         arrived = lambda slot: full.at[wg * STEPS + slot]  # noqa: E731
 
@@ -141,6 +148,14 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
                 plgpu.copy_gmem_to_smem(at, to.at[wg, slot], arrived(slot))
 
         lax.fori_loop(0, min(STEPS, groups), lambda i, _: fetch(i, i), None)
+        if chosen:
+            (score_g, index_g, z_g), (scores_s, indices_s, met) = targets_g, choice
+            scores_s[own], indices_s[own] = best(score_g, index_g, wg, WARPGROUPS, rows, EIGHTHS_LAYOUT)
+            plgpu.barrier_arrive(met)
+            plgpu.barrier_wait(met)
+            _, token_P = functools.reduce(better, [(load(scores_s.at[e]), load(indices_s.at[e])) for e in range(EIGHTHS)])
+            row_P = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=LAYOUT) + program * ROWS
+            target_P = logit(z_g, jnp.minimum(row_P, z_g.shape[0] - 1), token_P, LAYOUT)
 
         def group(i, total):
             slot = lax.rem(i, STEPS)
@@ -170,25 +185,28 @@ def combine(blocks: int, max_nP, sum_nP, target_P, inv_temp_P) -> tuple[jax.Arra
         @pl.when(wg == 0)
         def _last():
             plgpu.barrier_wait(ready)
-            load = lambda ref: plgpu.load(ref, layout=LAYOUT, optimized=False)  # noqa: E731
             max_P, sum_P = _tree([(load(tops_s.at[e]), load(totals_s.at[e])) for e in range(EIGHTHS)], _join)
             sum_P = _mul(sum_P, 2.0**-FIXED_POINT_BITS)
-            logprob_g[rows], lse_g[rows] = _finish(max_P, sum_P, load(target_g.at[rows]), load(inv_temp_g.at[rows]))
+            own_P = target_P if chosen else load(targets_g[0].at[rows])
+            logprob_g[rows], lse_g[rows] = _finish(max_P, sum_P, own_P, load(inv_temp_g.at[rows]))
+            if chosen:
+                token_g[0][rows] = token_P
 
     ring = (WARPGROUPS, STEPS, WARPS, GROUP, ROWS)
+    each_eighth = lambda *dtypes: [plgpu.SMEM((EIGHTHS, ROWS), dtype) for dtype in dtypes]  # noqa: E731
     return mosaic.kernel(
         body,
-        out_type=(jax.ShapeDtypeStruct((P,), jnp.float32),) * 2,
+        out_type=(jax.ShapeDtypeStruct((P,), jnp.float32),) * 2 + (jax.ShapeDtypeStruct((P,), jnp.int32),) * chosen,
         scratch_types=[
             plgpu.SMEM(ring, jnp.float32),
             plgpu.SMEM(ring, jnp.int32),
-            plgpu.SMEM((EIGHTHS, ROWS), jnp.float32),
-            plgpu.SMEM((EIGHTHS, ROWS), jnp.float32),
+            *each_eighth(jnp.float32, jnp.float32),
             plgpu.Barrier(num_arrivals=2, num_barriers=WARPGROUPS * STEPS),
             plgpu.Barrier(num_arrivals=WARPGROUPS),
+            *([*each_eighth(jnp.float32, jnp.int32), plgpu.Barrier(num_arrivals=WARPGROUPS)] if chosen else []),
         ],
         grid=(P // ROWS,),
         grid_names=("program",),
         num_threads=WARPGROUPS,
         thread_name="wg",
-    )(*(x_nP[:blocks].reshape(EIGHTHS, per_eighth, P) for x_nP in (max_nP, sum_nP)), target_P, inv_temp_P)
+    )(*(x_nP[:blocks].reshape(EIGHTHS, per_eighth, P) for x_nP in (max_nP, sum_nP)), inv_temp_P, *targets)

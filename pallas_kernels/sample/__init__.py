@@ -9,6 +9,8 @@ exactly in any order), then min-p relative to the largest.
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -26,6 +28,7 @@ def sample(
     *,
     regions: tuple[str, str | None],
     impl: str,
+    fixed: Any = None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """One token a row, and its log-probabilities.
 
@@ -40,6 +43,7 @@ def sample(
       regions: names in the contract of the choice and of the log-probability; without the latter's, log-probabilities of all
         rows that keep all entries are 0, not computed.
       impl: "reference", "hopper" or "native".
+      fixed: what `fixed_of` gives for the same rows, of a loop that samples them many times; None to derive it here.
 
     Returns:
       (tokens int32 [B]; log-probability of each over the whole vocabulary, fp32 [B], nats, the contract's
@@ -54,10 +58,18 @@ def sample(
     if regions[1] is not None:
         registry.record(regions[1], registry.implementation("logprob", impl).entry(logits_BV.shape[1]))
     rows = (keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B)
-    tokens_B, logprob_B, truncated_B = module.sample(logits_BV, *rows, with_logprob=regions[1] is not None)
+    options = {"fixed": fixed} if impl == "hopper" else {}
+    tokens_B, logprob_B, truncated_B = module.sample(logits_BV, *rows, with_logprob=regions[1] is not None, **options)
     # By row, not by batch: a row's bits must not tell whether its neighbours truncate.
     truncated_B = jnp.where(truncates(top_k_B, top_p_B, min_p_B), truncated_B, logprob_B)
     return tokens_B, logprob_B, jnp.where(inv_temp_B == 0, 0, truncated_B)
+
+
+def fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B, *, impl: str) -> Any:
+    """What `sample` derives from rows' parameters alone (arguments as there), for its `fixed`; None where that is nothing."""
+    if impl != "hopper":
+        return None
+    return registry.implementation("sample", impl).fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B)
 
 
 def truncates(top_k_B: jax.Array, top_p_B: jax.Array, min_p_B: jax.Array) -> jax.Array:

@@ -4,6 +4,7 @@ step is exact."""
 from __future__ import annotations
 
 import functools
+from typing import NamedTuple
 
 import jax
 import jax.experimental.pallas as pl
@@ -15,6 +16,7 @@ from jax import lax
 from pallas_kernels import mosaic
 from pallas_kernels.logprob import hopper as logprob
 from pallas_kernels.logprob.hopper_blocks import CONSUMERS, STEPS, TILED32, block_sums, drain
+from pallas_kernels.logprob.hopper_choice import SHARES, Choice
 from pallas_kernels.sample import hopper_truncate, truncates
 
 VERSION = 1
@@ -50,28 +52,47 @@ def entry(V8: int) -> dict:
 
 
 def sample(
-    logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B, *, with_logprob: bool
+    logits_BV, keys_B2, positions_B, inv_temp_B, top_k_B, top_p_B, min_p_B, *, with_logprob: bool, fixed: Fixed | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(tokens [B], log-probability over the whole vocabulary [B] or zeros, that under the truncated distribution [B], anything
     if no row truncates)."""
-    greedy_B = inv_temp_B == 0
-    inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
-    none_B = jnp.zeros_like(inv_temp_B)
+    fixed = fixed or fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B)
 
     def best(logits_BV, with_sums):
         """(tokens [B], their log-probabilities under these logits [B])"""
-        tokens_B, sums = _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B, with_sums)
-        return tokens_B, logprob.finish(*sums, logits_BV, tokens_B, _padded(inv_temp_B, 1))[0] if with_sums else none_B
+        return _best(logits_BV, fixed, positions_B, with_sums)
 
     def truncated():
-        tokens_B, truncated_B = best(hopper_truncate.truncate(logits_BV, inv_temp_B, top_k_B, top_p_B, min_p_B), True)
-        logprob_B = logprob.reduce(logits_BV, tokens_B, inv_temp_B)[0] if with_logprob else none_B
+        tokens_B, truncated_B = best(hopper_truncate.truncate(logits_BV, fixed.inv_temp_B, top_k_B, top_p_B, min_p_B), True)
+        logprob_B = logprob.reduce(logits_BV, tokens_B, fixed.inv_temp_B)[0] if with_logprob else fixed.none_B
         return tokens_B, logprob_B, truncated_B
 
     def whole():
-        return *best(logits_BV, with_logprob), none_B
+        return *best(logits_BV, with_logprob), fixed.none_B
 
-    return lax.cond(jnp.any(truncates(top_k_B, top_p_B, min_p_B)), truncated, whole)
+    return lax.cond(fixed.some_truncate, truncated, whole)
+
+
+class Fixed(NamedTuple):
+    """What does not change from step to step; P is B rounded up to whole tiles."""
+
+    key0_P: jax.Array
+    key1_P: jax.Array
+    inv_temp_P: jax.Array
+    noisy_P: jax.Array  # 0 for greedy, else 1
+    inv_temp_B: jax.Array  # 1 for greedy
+    none_B: jax.Array
+    some_truncate: jax.Array
+
+
+def fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B) -> Fixed:
+    """Of rows' parameters, as `sample` takes them."""
+    greedy_B = inv_temp_B == 0
+    inv_temp_B = jnp.where(greedy_B, 1, inv_temp_B)
+    keys_P = [_padded(keys_B2[:, i]) for i in range(2)]
+    noisy_P = _padded(jnp.where(greedy_B, 0.0, 1.0))
+    some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
+    return Fixed(*keys_P, _padded(inv_temp_B, 1), noisy_P, inv_temp_B, jnp.zeros_like(inv_temp_B), some)
 
 
 def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -103,21 +124,18 @@ def _padded(x_B: jax.Array, fill=0) -> jax.Array:
     return jnp.pad(x_B, (0, -x_B.shape[0] % ROWS), constant_values=fill)
 
 
-def _best(logits_BV, keys_B2, positions_B, inv_temp_B, greedy_B, with_sums: bool) -> tuple[jax.Array, tuple]:
-    """int32 [B], the lowest index of the largest logit * inv_temp + noise, no noise for greedy rows; if asked for, the logits'
-    block sums [blocks, P]."""
+def _best(logits_BV, fixed: Fixed, positions_B, with_sums: bool) -> tuple[jax.Array, jax.Array]:
+    """(int32 [B], the lowest index of the largest logit * inv_temp + noise, no noise for greedy rows; its log-probability [B], if
+    asked for, else zeros)."""
     B = logits_BV.shape[0]
-    rows = (
-        *(_padded(keys_B2[:, i]) for i in range(2)),
-        _padded(positions_B.astype(jnp.uint32)),
-        _padded(inv_temp_B, 1),
-        _padded(jnp.where(greedy_B, 0.0, 1.0)),
-    )
     extra = -B % 8 if B > 8 else 0  # TMA moves tiles of 8 rows
-    logits_BV = jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV
-    score_SP, index_SP, *sums = _scan(with_sums, logits_BV, *rows)
+    loads_BV = jnp.pad(logits_BV, ((0, extra), (0, 0))) if extra else logits_BV
+    rows = fixed.key0_P, fixed.key1_P, _padded(lax.bitcast_convert_type(positions_B, jnp.uint32)), fixed.inv_temp_P, fixed.noisy_P
+    score_SP, index_SP, *sums = _scan(with_sums, loads_BV, *rows)
+    if with_sums:
+        return logprob.finish_choice(*sums, Choice(score_SP, index_SP, logits_BV), fixed.inv_temp_P)
     index_SP = jnp.where(score_SP == jnp.max(score_SP, axis=0), index_SP, LAST)
-    return jnp.min(index_SP, axis=0)[:B], tuple(sums)
+    return jnp.min(index_SP, axis=0)[:B], fixed.none_B
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -127,7 +145,7 @@ def _scan(with_sums: bool, logits_BV, key0_P, key1_P, position_P, inv_temp_P, no
     P = inv_temp_P.shape[0]
     blocks = logits_BV.shape[1] // COLUMNS
     tiles = P // ROWS
-    splits = min(max(1, mosaic.SMS // tiles), blocks)
+    splits = min(max(SHARES // CONSUMERS, mosaic.SMS // tiles), blocks)
     shape = (ROWS, PIECE)
     wide = lambda x_M: mosaic.rows(x_M, shape)  # noqa: E731
     layout = plgpu.Layout.WGMMA

@@ -14,6 +14,7 @@ from pallas_kernels import logprob
 from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
 from pallas_kernels.logprob import hopper, hopper_blocks, hopper_combine
+from pallas_kernels.logprob.hopper_choice import Choice
 from pallas_kernels.weight import Weight
 from tests.pallas_kernels.base import bits, differ, errors, same
 from tests.pallas_kernels.logprob_work import (
@@ -24,6 +25,7 @@ from tests.pallas_kernels.logprob_work import (
     error,
     exact,
     library,
+    offers,
     plant,
     powers,
     rounding,
@@ -170,6 +172,19 @@ def test_more_groups_than_are_on_their_way_at_once(P):
     assert same(got, combined(*stats, target, inv_temp))
     turned = [y.reshape(8, -1, P)[:, ::-1].reshape(y.shape) for y in stats]
     assert not same(got, combined(*turned, target, inv_temp))  # the rows tell orders apart
+
+
+@pytest.mark.parametrize("shares, P", [(4, 4096), (66, 256), (264, 64)])
+def test_a_choice_is_the_lowest_of_the_best_and_its_log_probability_that_of_a_target(shares, P):
+    B, V = P - 7, 32768
+    *choice, best = offers(shares, B, P, V)
+    rng = np.random.default_rng(0)
+    stats = rng.integers(-30, 1, (V // 128, P)).astype(np.float32), rng.integers(2**22, 2**27, (V // 128, P)).astype(np.int32)
+    inv_temp = np.full(P, 1 / 0.7, np.float32)
+    lp, _, chosen = hopper_combine.combine(V // 128, *stats, Choice(*map(jnp.asarray, choice)), inv_temp)
+    assert same([chosen[:B]], [best])
+    want, _ = combined(*(x[:, :B] for x in stats), choice[2][np.arange(B), best], inv_temp[:B])
+    assert same([lp[:B]], [want]) and not same([lp[:B]], [np.roll(want, 1)])
 
 
 @pytest.mark.parametrize("V", [1024, 151936])

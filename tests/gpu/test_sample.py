@@ -80,14 +80,14 @@ def test_tokens_are_the_gumbel_maximum():
 
 def test_sums_of_the_choice_are_those_of_a_kernel_of_their_own():
     """And they change nothing of the choice; other rows, other programs."""
-    z, keys, positions, inv_temp = requests()[:4]
-    greedy, inv_temp = inv_temp == 0, jnp.where(inv_temp == 0, 1, inv_temp)
-    best = jax.jit(hopper._best, static_argnums=5)
     for n in (B, 64, 8):
-        rows = tuple(x[:n] for x in (z, keys, positions, inv_temp, greedy))
-        (tokens, sums), (alone, _) = best(*rows, True), best(*rows, False)
-        assert same([tokens, alone], [whole()[0][:n]] * 2), n
-        stats = hopper_blocks.block_stats(rows[0], jnp.pad(rows[3], (0, -n % 64), constant_values=1))
+        z, keys, positions, *rest = (x[:n] for x in requests())
+        fixed = hopper.fixed_of(keys, *rest)
+        rows = fixed.key0_P, fixed.key1_P, hopper._padded(positions.astype(jnp.uint32)), fixed.inv_temp_P, fixed.noisy_P
+        _, _, *sums = hopper._scan(True, z, *rows)
+        alone, _ = jax.jit(hopper._best, static_argnums=3)(z, fixed, positions, False)
+        assert same([alone], [whole()[0][:n]]), n
+        stats = hopper_blocks.block_stats(z, fixed.inv_temp_P)
         sums, stats = ([np.asarray(x)[:, :n] for x in y] for y in (sums, stats))
         assert same(sums, stats) and not same(sums, stats[::-1]), n
 

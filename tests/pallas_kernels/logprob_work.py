@@ -135,3 +135,15 @@ def combined(max_nB, count_nB, target_B, inv_temp_B) -> tuple[np.ndarray, np.nda
     lost = lost + fma(target, scale, -exponent)
     lp = fma(d, f32(c.LN2), fma(d, low, fma(lost, f32(c.LN2), -rest)))
     return np.minimum(lp, f32(0)), fma(top, f32(c.LN2), fma(top, low, rest))
+
+
+def offers(shares: int, B: int, P: int, V: int) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
+    """A Choice of rows with ties between shares (scores, indices, logits), and what is to be chosen: the lowest of the best."""
+    rng = np.random.default_rng(shares)
+    scores = rng.integers(0, max(2, shares // 8), (shares, P)).astype(np.float32)
+    scores[:, 1], scores[:, 2] = -np.inf, -0.0
+    scores[shares // 2, 2] = 0.0
+    indices = rng.permuted(np.broadcast_to(rng.permutation(V)[:shares, None], (shares, P)), axis=0).astype(np.int32)
+    best = np.where(scores == scores.max(0), indices, V).min(0)
+    assert (np.sum(scores == scores.max(0), axis=0) > 1).any() and (best != indices[scores.argmax(0), np.arange(P)]).any()
+    return scores, indices, rng.standard_normal((B, V)).astype(np.float32), best[:B]

@@ -14,6 +14,7 @@ from pallas_kernels import logprob, mosaic, registry
 from pallas_kernels.gemm import schedules
 from pallas_kernels.gemm.schedules import Schedule
 from pallas_kernels.logprob import hopper, hopper_blocks, hopper_combine, reference
+from pallas_kernels.logprob.hopper_choice import Choice
 from tests.pallas_kernels.base import bits, relative, same
 from tests.pallas_kernels.logprob_work import (
     LOGITS,
@@ -23,6 +24,7 @@ from tests.pallas_kernels.logprob_work import (
     error,
     exact,
     library,
+    offers,
     plant,
     powers,
     rounding,
@@ -141,6 +143,19 @@ def test_more_groups_than_are_on_their_way_at_once():
     assert same(got, combined(*stats, target, inv_temp))
     turned = [y.reshape(8, -1, P)[:, ::-1].reshape(y.shape) for y in stats]
     assert not same(got, combined(*turned, target, inv_temp))
+
+
+@pytest.mark.parametrize("shares", [4, 13])
+def test_a_choice_is_the_lowest_of_the_best_and_its_log_probability_that_of_a_target(shares):
+    B, P, V = 37, 64, 1024
+    *choice, best = offers(shares, B, P, V)
+    rng = np.random.default_rng(0)
+    stats = rng.integers(-30, 1, (8, P)).astype(np.float32), rng.integers(2**22, 2**27, (8, P)).astype(np.int32)
+    inv_temp = np.full(P, 1 / 0.7, np.float32)
+    lp, _, chosen = interpreted(lambda *of: hopper_combine.combine(8, *stats, Choice(*of), inv_temp), *choice)
+    assert same([chosen[:B]], [best])
+    want, _ = combined(*(x[:, :B] for x in stats), choice[2][np.arange(B), best], inv_temp[:B])
+    assert same([lp[:B]], [want]) and not same([lp[:B]], [np.roll(want, 1)])
 
 
 def test_a_blocks_sum_is_the_one_that_its_entry_names():

@@ -98,16 +98,17 @@ def test_tokens_are_the_gumbel_maximum():
 
 def test_sums_of_the_choice_are_those_of_a_kernel_of_their_own():
     """And they change nothing of the choice."""
-    z, keys, positions, inv_temp, *_ = requests()
-    greedy, inv_temp = inv_temp == 0, np.where(inv_temp == 0, np.float32(1), inv_temp)
+    z, keys, positions, *rest = requests()
 
-    def both(z, inv_temp):
-        rows = jnp.pad(z, ((0, 6), (0, 0))), jnp.pad(inv_temp, (0, 54), constant_values=1)  # whole loads, whole tiles
-        best = functools.partial(hopper._best, z, keys, positions, inv_temp, greedy)
-        return best(True), best(False)[0], hopper_blocks.block_stats(*rows)
+    def both(z):
+        fixed = hopper.fixed_of(keys, *rest)
+        loads = jnp.pad(z, ((0, 6), (0, 0)))  # whole ones
+        at = hopper._padded(positions.astype(np.uint32))
+        _, _, *sums = hopper._scan(True, loads, fixed.key0_P, fixed.key1_P, at, fixed.inv_temp_P, fixed.noisy_P)
+        return sums, hopper._best(z, fixed, positions, False)[0], hopper_blocks.block_stats(loads, fixed.inv_temp_P)
 
-    (tokens, sums), alone, stats = interpreted(both, z, inv_temp)
-    assert same([tokens, alone], whole()[:1] * 2)
+    sums, alone, stats = interpreted(both, z)
+    assert same([alone], whole()[:1])
     own = lambda stats: [x[:, :B] for x in stats]  # noqa: E731
     assert same(own(sums), own(stats)) and not same(own(sums), own(x[::-1] for x in stats))
 
@@ -159,5 +160,5 @@ def test_lowers_for_cuda(monkeypatch, rows=256):
     shapes = [jax.ShapeDtypeStruct((rows, *x.shape[1:]), x.dtype) for x in requests()]
     shapes[0] = jax.ShapeDtypeStruct((rows, 152576), jnp.float32)
     text = jax.jit(draw).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-    # Truncation's 6, the choice with its sums, and where rows truncate the whole log-probability's 2.
-    assert text.count("mosaic_gpu_v2") == 9
+    # Truncation's 6, the choice with its sums and what comes of them, and where rows truncate the whole log-probability's 2.
+    assert text.count("mosaic_gpu_v2") == 10

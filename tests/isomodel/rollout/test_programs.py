@@ -26,7 +26,7 @@ def test_lengths_stay_between_those_that_attentions_lists_are_made_for(stop, mos
     def work_of(cfg, numerics, q_start_S1, shortest_S, longest_S, *_, **__):
         return lambda kv_len_S: jax.debug.callback(lambda *x: seen.append(x), shortest_S, kv_len_S, longest_S, ordered=True)
 
-    def choose(cfg, numerics, shapes, params, hidden_SD, positions_S, sampling):
+    def choose(cfg, numerics, shapes, params, hidden_SD, positions_S, *_):
         return Chosen(positions_S, jnp.zeros(S), jnp.zeros(S))  # a sample's token is its length
 
     monkeypatch.setattr(model, "attention_work_of", work_of)
@@ -36,8 +36,9 @@ def test_lengths_stay_between_those_that_attentions_lists_are_made_for(stop, mos
     stops = np.full((S, DEVICE_STOPS), -1, np.int32)
     stops[0, 0] = stop
     state = programs.Decoding(np.arange(S, dtype=np.int32), kv_len, room, stops, np.zeros((S, 4), np.int32), np.int32(4))
+    sampling = programs.Sampling(jnp.zeros((S, 2), jnp.uint32), jnp.ones(S), jnp.zeros(S, jnp.int32), jnp.ones(S), jnp.zeros(S))
     loop = jax.jit(functools.partial(programs.decode_loop, tiny.CONFIG, tiny.BF16, SHAPES))
-    _, counts, _, (_, after, room_after) = loop({}, None, state, None, None)
+    _, counts, _, (_, after, room_after) = loop({}, None, state, sampling, None)
     jax.effects_barrier()
     assert counts.tolist() == [most, 4, 1, 0, 0] and len(seen) == 4
     # Where a loop that follows begins: who stopped gets no more.
