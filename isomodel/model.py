@@ -256,16 +256,7 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attent
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
         if inference and not tap:
             # The loop's counter is the layer's index: a scan slices it out of a list, one more kernel a layer.
-            at_once = layers_at_once(cfg.num_layers, numerics.impl)
-            one_layer = jax.jit(lambda i, carry: layer(carry, (i, {}))[0])  # traced and lowered once
-
-            def some_layers(state):
-                i, carry = state
-                for j in range(at_once):
-                    carry = one_layer(i + j, carry)
-                return i + at_once, carry
-
-            _, carry = lax.while_loop(lambda state: state[0] < cfg.num_layers, some_layers, (jnp.int32(0), carry))
+            carry = lax.fori_loop(0, cfg.num_layers, lambda i, carry: layer(carry, (i, {}))[0], carry)
         else:
             stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
             steps = jnp.arange(cfg.num_layers), stacked_masters
@@ -280,14 +271,6 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attent
         )
         _note("final_norm", hidden_TD)
     return hidden_TD, KVCache(*pages) if inference else None, seen
-
-
-def layers_at_once(layers: int, impl: str) -> int:
-    """Layers that inference runs in one trip of its loop: in a CUDA graph a trip's counter and condition are kernels of 1 us each.
-
-    Not all of them: each index would be a constant then, which is read from memory once a step (docs/engine.md).
-    """
-    return max((n for n in range(1, 9) if layers % n == 0 and n < layers and impl == "hopper"), default=1)
 
 
 def _attended(cfg: ModelConfig, numerics: Numerics, T: int, page_size: int) -> list[jax.ShapeDtypeStruct]:

@@ -12,8 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from isomodel import model, specs
-from isomodel.batch import Batch, KVCache
+from isomodel.batch import KVCache
 from isomodel.rollout import SamplingParams, pages
 from isomodel.rollout.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.isomodel.rollout import tiny
@@ -33,30 +32,6 @@ def one_ulp_more(weights, name: str):
     at = np.unravel_index(np.argmax(np.abs(w.astype(np.float32))), w.shape)
     w.view(np.uint16)[at] += 1
     return {**weights, name: jnp.asarray(w)}
-
-
-def test_some_layers_a_trip_have_the_bits_of_one(monkeypatch):
-    rng, cfg = np.random.default_rng(0), dataclasses.replace(tiny.CONFIG, num_layers=6)
-    weights = specs.init_params(cfg, 0, jnp.bfloat16)
-    filled = KVCache(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in jax.tree.leaves(KVCache.zeros(cfg, 8, 128))))
-    kv_len_S = jnp.array([1, 40, 129, 200], jnp.int32)
-    table_SP = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
-    slot_S = jnp.take_along_axis(table_SP, (kv_len_S[:, None] - 1) // 128, axis=1)[:, 0] * 128 + (kv_len_S - 1) % 128
-    batch = Batch(jnp.array([7, 1, 9, 4], jnp.int32), kv_len_S - 1, slot_S, jnp.arange(5, dtype=jnp.int32), kv_len_S, table_SP)
-
-    def run(at_once: int, weights):
-        monkeypatch.setattr(model, "layers_at_once", lambda *_: at_once)
-        return list(map(np.asarray, jax.tree.leaves(jax.jit(lambda *a: model.forward(cfg, tiny.BF16, *a))(weights, batch, filled))))
-
-    same = lambda a, b: all(x.tobytes() == y.tobytes() for x, y in zip(a, b, strict=True))  # noqa: E731
-    one = run(1, weights)
-    assert same(run(3, weights), one) and not same(run(3, one_ulp_more(weights, "layers.mixer.qkv")), one)
-    assert not same(one[1:], map(np.asarray, jax.tree.leaves(filled)))  # keys and values were written
-
-
-def test_layers_at_once_divide_them():
-    found = {n: model.layers_at_once(n, "hopper") for n in (1, 2, 7, 8, 13, 28, 30, 36)}
-    assert found == {1: 1, 2: 1, 7: 1, 8: 4, 13: 1, 28: 7, 30: 6, 36: 6} and model.layers_at_once(30, "reference") == 1
 
 
 def test_control_one_ulp_in_one_weight_is_seen(work):
