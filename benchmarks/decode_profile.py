@@ -122,14 +122,16 @@ def summary(kernels: list[Kernel], layers: int) -> dict:
     Returns:
       {"layer": {name: us}, "rest": {name: us, of all its runs in a step}, "step": from first start to last end, "layer_us": sum of a
        layer's kernels, "layer_kernels": how many, "launches": of a step, "gap_us": from the end of a kernel to the start of the next,
-       mean, "idle": share of the time in which no kernel runs}.
+       mean, "idle": share of the time in which no kernel runs}. Of a loop that is shown once "step", "gap_us" and "idle" are None: the
+       profiler stands between its kernels.
 
     Raises:
       RuntimeError: nothing was sampled.
     """
     layer, rest = collections.defaultdict(list), collections.defaultdict(list)
     spans, gaps, launches = [], [], []
-    for step in steps_of(kernels):
+    steps = steps_of(kernels)
+    for step in steps:
         stops = [k.start + k.duration for k in step]
         gaps += [max(0.0, k.start - stop) for k, stop in zip(step[1:], stops, strict=False)]
         spans.append(stops[-1] - step[0].start)
@@ -148,15 +150,14 @@ def summary(kernels: list[Kernel], layers: int) -> dict:
             rest[name].append(duration)
     middle = {n: round(statistics.median(d), 2) for n, d in layer.items()}
     after = {n: round(statistics.median(d), 2) for n, d in sorted(rest.items(), key=lambda item: -statistics.median(item[1]))}
+    whole = {"step": statistics.median(spans), "gap_us": statistics.mean(gaps), "idle": sum(gaps) / sum(spans)}
     return {
         "layer": middle,
         "rest": after,
-        "step": statistics.median(spans),
         "layer_us": sum(middle.values()),
         "layer_kernels": len(middle),
         "launches": statistics.median(launches),
-        "gap_us": statistics.mean(gaps),
-        "idle": sum(gaps) / sum(spans),
+        **(whole if len(steps) > 1 else dict.fromkeys(whole)),
     }
 
 
@@ -176,19 +177,22 @@ def rows(model: str, sequences: int, found: dict) -> list[dict]:
     )
     return [
         {
-            "id": f"decode-{model}-{name}",
+            "id": f"decode-{model}-{sequences}-{name}",
             "work": f"{part}; {what}",
             "metric": metric,
             "ours": ours,
-            "command": f"python -m benchmarks.decode_profile OUT.json {model}",
+            "command": f"python -m benchmarks.decode_profile OUT.json {model} --sequences {sequences}",
         }
         for name, part, metric, ours in table
+        if ours is not None
     ]
 
 
 def table(model: str, found: dict) -> str:
     """The times as text."""
-    lines = [f"{model}: {found['step']:.0f} us a step, {found['launches']:.0f} launches, idle {found['idle']:.1%}"]
+    lines = [f"{model}: {found['launches']:.0f} launches a step"]
+    if found["step"] is not None:
+        lines[0] += f", {found['step']:.0f} us, idle {found['idle']:.1%}"
     for heading in ("layer", "rest"):
         lines += [f"  {heading}: {sum(found[heading].values()):.1f} us"]
         lines += [f"    {us:8.2f} us  {name}" for name, us in found[heading].items()]

@@ -122,7 +122,7 @@ def head(rng: np.random.Generator) -> Jobs:
     gradient = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
     jobs: Jobs = {
         "gradient": lambda: gradient(x, w.astype(jnp.float32)),
-        "decode": lambda: test_logprob.decode(x[:9], w, targets[:9], inv_temp[:9]),
+        "decode": lambda: test_logprob.decode(x[:257], w, targets[:257], inv_temp[:257]),
     }
     z, _, positions, *asked = test_sample.requests()
     z = z + jnp.asarray(rng.standard_normal(z.shape), jnp.float32)
