@@ -100,6 +100,7 @@ class Engine:
             decode_steps=self.config.decode_steps,
             prefix_cache=self.config.prefix_cache,
             version=version,
+            seq_buckets=self.config.seq_buckets,
         )
         self._ahead: tuple[Plan, Running] | None = None  # runs, or will once what runs is done; not taken in yet
         self._came = 0.0  # when the last plan's result came

@@ -148,7 +148,7 @@ def decode_loop(
 
     Returns:
       (cache, counts [S], Chosen of K = shapes.decode_steps steps, of which a sample's first counts[s] are its own, and tokens,
-      kv_len and room of a `Decoding` that goes on from there: samples that stopped have no room).
+      kv_len and room of a `Decoding` that goes on from there: samples that stopped have no room, and 2 tokens).
     """
     S = state.tokens_S.shape[0]
     used_S = state.kv_len_S > 0
@@ -207,7 +207,8 @@ def decode_loop(
     _, goes_S, counts_S, tokens_S, cache, (words, others) = lax.while_loop(goes_on, step, carry)
     logprobs, truncated = (lax.bitcast_convert_type(words[:, i], jnp.float32) for i in (1, 2))
     outputs = others._replace(tokens=words[:, 0], logprobs=logprobs, truncated=truncated)
-    kv_len_S = jnp.where(used_S, state.kv_len_S + counts_S, 0)
+    # Of samples that have ended as little as can be read: they keep their rows in loops that follow.
+    kv_len_S = jnp.where(used_S, jnp.where(goes_S, state.kv_len_S + counts_S, 2), 0)
     return cache, counts_S, outputs, (tokens_S, kv_len_S, jnp.where(goes_S, state.room_S - counts_S, 0))
 
 

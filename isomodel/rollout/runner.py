@@ -190,7 +190,7 @@ class Runner:
 
     def _tables(self, slots: np.ndarray, S: int) -> np.ndarray:
         out = np.zeros((S, self.shapes.table_width), np.int32)
-        out[: len(slots)] = self.slots.page_table_MP[slots]
+        out[: len(slots)] = np.where(slots[:, None] >= 0, self.slots.page_table_MP[slots], 0)  # no slot: it has ended
         return out
 
     def _decoding(self, plan: Plan) -> tuple[programs.Decoding, programs.Sampling]:

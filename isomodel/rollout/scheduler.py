@@ -31,7 +31,7 @@ import numpy as np
 from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import PagePool, extend_keys
 from isomodel.rollout.sequence import Request, Sample
-from isomodel.rollout.slots import SlotTable
+from isomodel.rollout.slots import SlotTable, device_stops
 
 IDLE_SHARE = 1 / 16
 """Of the rows of a batch, while others wait for their room: more idle rows are worth a look."""
@@ -114,6 +114,12 @@ class SchedulerStats:
     reused_tokens: int = 0
 
 
+def _ended_on_device(sample: Sample) -> bool:
+    """Whether the decode loop saw the end of a sample that has ended: a stop string, an abort, or too many stop tokens, it does not."""
+    stops = device_stops(sample.request.stop_ids)
+    return sample.finish_reason == "length" or (sample.finish_reason == "stop" and sample.stop_reason in stops)
+
+
 class Scheduler:
     """See the module's docstring. Knows nothing of arrays on a device: `schedule`, run the plan, `update`."""
 
@@ -126,8 +132,9 @@ class Scheduler:
         decode_steps: int,
         prefix_cache: bool,
         version: int = 0,
+        seq_buckets: tuple[int, ...] = (),
     ):
-        self.pool, self.slots = pool, slots
+        self.pool, self.slots, self.seq_buckets = pool, slots, seq_buckets
         self.chunk_tokens, self.decode_steps, self.prefix_cache = chunk_tokens, decode_steps, prefix_cache
         self.version = version
         self.waiting: collections.deque[Sample] = collections.deque()
@@ -318,18 +325,28 @@ class Scheduler:
 
     def follow(self, plan: Plan) -> Plan | None:
         """A plan that goes on where `plan` ends, to be run before anyone knows what that brings: decode steps of the same samples in
-        the same rows. None where others want a turn, a sample has ended, or the pages are not there.
+        the same rows. None where others want a turn, or the pages are not there.
+
+        Samples that have ended keep their rows where the device knows of their end, and writes nothing for them, and where it would run
+        as many rows without them: else None.
 
         `plan` is the one that runs, not taken in yet. After this the next plan comes from `follow` again, or from `schedule` once both
         are taken in.
         """
-        decode = plan.decode
-        if plan.chunks or self.waiting or len(decode) != len(self.running) or any(s.finish_reason for s in decode):
+        live = [s for s in plan.decode if s.finish_reason is None]
+        ended = [s for s in plan.decode if s.finish_reason]
+        if plan.chunks or self.waiting or not live or len(live) != len(self.running):
             return None
-        steps = min(self.decode_steps, self.most_steps, max(s.request.limit - s.count for s in decode) - plan.steps)
-        if steps < 1 or not self._take_pages(decode, plan.steps + steps):
+        if ended and (self._rows(len(live)) != self._rows(len(plan.decode)) or not all(map(_ended_on_device, ended))):
             return None
-        return Plan(decode, [], [], plan.version, steps)
+        steps = min(self.decode_steps, self.most_steps, max(s.request.limit - s.count for s in live) - plan.steps)
+        if steps < 1 or not self._take_pages(live, plan.steps + steps):
+            return None
+        return Plan(plan.decode, [], [], plan.version, steps)
+
+    def _rows(self, count: int) -> int:
+        """Rows that the device runs for so many samples."""
+        return next((size for size in self.seq_buckets if size >= count), count)
 
     def _worthwhile(self, steps: int, room_S: np.ndarray) -> int:
         """Most steps, up to `steps`, after which samples that have ended will have idled no more than IDLE_SHARE of the rows:

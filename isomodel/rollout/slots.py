@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 
 from isomodel.rollout.sequence import Sample
 
 DEVICE_STOPS = 8
 """Stop token ids that the decode loop looks at on the device; the host looks at all of them after the loop."""
+
+
+def device_stops(stop_ids: Iterable[int]) -> list[int]:
+    """Those of a request's stop token ids that the decode loop looks at."""
+    return sorted(stop_ids)[:DEVICE_STOPS]
 
 
 class SlotTable:
@@ -41,7 +48,7 @@ class SlotTable:
         self.top_k_M[m] = params.top_k
         self.top_p_M[m] = params.top_p
         self.min_p_M[m] = params.min_p
-        stops = sorted(sample.request.stop_ids)[:DEVICE_STOPS]
+        stops = device_stops(sample.request.stop_ids)
         self.stops_ME[m] = -1
         self.stops_ME[m, : len(stops)] = stops
 

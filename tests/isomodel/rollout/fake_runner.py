@@ -97,10 +97,11 @@ def expected(request: Request, index: int) -> list[int]:
     return history[len(request.prompt) :]
 
 
-def make(num_pages=64, page_size=4, max_seqs=8, chunk_tokens=16, decode_steps=4, prefix_cache=True, width=64):
+def make(num_pages=64, page_size=4, max_seqs=8, chunk_tokens=16, decode_steps=4, prefix_cache=True, width=64, seq_buckets=()):
     pool = PagePool(num_pages, page_size)
     slots = SlotTable(max_seqs, width)
-    scheduler = Scheduler(pool, slots, chunk_tokens=chunk_tokens, decode_steps=decode_steps, prefix_cache=prefix_cache)
+    sizes = dict(chunk_tokens=chunk_tokens, decode_steps=decode_steps, seq_buckets=seq_buckets)
+    scheduler = Scheduler(pool, slots, prefix_cache=prefix_cache, **sizes)
     return scheduler, FakeRunner(scheduler)
 
 

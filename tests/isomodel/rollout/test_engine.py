@@ -289,12 +289,13 @@ def test_nothing_compiles_after_the_start():
 
 
 def sent_ahead(engine) -> list:
-    """Grows by the samples, and how long they were, of each loop that the engine sends to the device behind one that still runs."""
+    """Grows by the samples, how long they were, and whether they had ended, of each loop that the engine sends to the device behind one
+    that still runs."""
     start, seen = engine._runner.start, []
 
     def noted(plan, after=None):
         if after is not None:
-            seen.append([(sample, sample.count) for sample in plan.decode])
+            seen.append([(sample, sample.count, sample.finish_reason) for sample in plan.decode])
         return start(plan, after)
 
     engine._runner.start = noted
@@ -311,8 +312,29 @@ def test_loops_sent_ahead_have_the_bits_of_loops_one_by_one():
     want = patient.generate(prompts, sampling)
     tiny.assert_same_bits(engine.generate(prompts, sampling), want)
     assert any(c.finish_reason == "stop" for c in want) and ahead
-    ended = [s for samples in ahead for s, count in samples if s.finish_reason == "stop" and s.count <= count + tiny.ENGINE.decode_steps]
+    ended = [
+        s for samples in ahead for s, n, _ in samples if s.finish_reason == "stop" and s.count <= n + tiny.ENGINE.decode_steps
+    ]
     assert any(s.stop_reason >= stops[slots.DEVICE_STOPS] for s in ended), "the host ended a sample, and the device went on with it"
+    engine.check()
+    assert engine.stats().pages_in_use == 0
+
+
+def test_loops_follow_with_the_rows_of_samples_that_have_ended():
+    """By length and by a stop token, at different steps; who begins later gets their pages."""
+    prompts = tiny.prompts(5)
+    first = tiny.engine().generate(prompts, SamplingParams(max_tokens=50, seed=1))
+    sampling = [SamplingParams(max_tokens=n, seed=1) for n in (50, 9, 14, 50, 31)]
+    sampling[3] = SamplingParams(max_tokens=50, seed=1, stop_token_ids=(int(first[3].token_ids[20]),))
+    engine, patient = tiny.engine(seq_buckets=(8,)), tiny.engine(seq_buckets=(8,))
+    patient._scheduler.follow = lambda plan: None
+    want = patient.generate(prompts, sampling)
+    ahead = sent_ahead(engine)
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
+    assert [c.finish_reason for c in want].count("stop") == 1
+    ended = {sum(why is not None for *_, why in samples) for samples in ahead}
+    assert ended >= {0, 1, 2, 3, 4}, "with each number of ended samples"
+    tiny.assert_same_bits(engine.generate(prompts, sampling), want)
     engine.check()
     assert engine.stats().pages_in_use == 0
 

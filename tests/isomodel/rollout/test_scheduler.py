@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from isomodel.rollout.sampling_params import SamplingParams
 from isomodel.rollout.sequence import Request
+from isomodel.rollout.slots import DEVICE_STOPS
 from tests.isomodel.rollout.fake_runner import drain, expected, make, step
 
 
@@ -295,10 +296,12 @@ WORK = st.tuples(
     steps=st.sampled_from([1, 3, 8]),
     seqs=st.integers(1, 6),
     cache=st.booleans(),
+    buckets=st.sampled_from([(), (2, 6), (6,)]),
     events=st.lists(st.tuples(st.integers(0, 30), st.sampled_from(["abort", "restart", "keep"])), max_size=3),
 )
-def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, events):
-    scheduler, runner = make(num_pages=pages, chunk_tokens=chunk, decode_steps=steps, max_seqs=seqs, prefix_cache=cache)
+def test_random_work_under_pressure(work, pages, chunk, steps, seqs, cache, buckets, events):
+    sizes = dict(num_pages=pages, chunk_tokens=chunk, decode_steps=steps, max_seqs=seqs, seq_buckets=buckets)
+    scheduler, runner = make(prefix_cache=cache, **sizes)
     requests, aborted, now = [], set(), 0
     arrivals = {}
     for i, (length, family, n, new, at) in enumerate(work):
@@ -345,6 +348,46 @@ def test_a_loop_follows_before_the_one_that_runs_is_taken_in():
     assert runner.followed > 2
     assert_as_alone([a, b])
     assert_no_leak(scheduler)
+
+
+@pytest.mark.parametrize("buckets, follows", [((4,), True), ((2, 4), True), ((1, 2, 4), False), ((), False)])
+def test_a_loop_follows_with_the_rows_of_ended_samples_where_as_many_rows_run(buckets, follows):
+    scheduler, runner = make(decode_steps=3, seq_buckets=buckets)
+    a, b = request("a", range(5), new=5), request("b", range(20, 26), new=40)
+    scheduler.add(a), scheduler.add(b)
+    step(scheduler, runner)
+    while a.samples[0].finish_reason is None:
+        step(scheduler, runner)
+    plan, result = runner.ahead
+    assert len(plan.decode) == 2 and result.counts_S[1] == 3
+    following = scheduler.follow(plan)
+    assert (following is not None) == follows
+    if follows:
+        assert following.decode == plan.decode and following.slots.tolist() == [-1, b.samples[0].slot]
+        before = runner.followed
+        drain(scheduler, runner)
+        assert runner.followed > before + 5
+    drain(scheduler, runner)
+    assert_as_alone([a, b])
+    assert_no_leak(scheduler)
+
+
+def test_nothing_follows_a_sample_that_ended_without_the_device():
+    """Its row writes to pages that may be somebody else's by now."""
+    stops = range(100, 100 + DEVICE_STOPS + 1)
+    for reason, stop in (("stop", "word"), ("stop", max(stops)), ("abort", None), ("error", None)):
+        scheduler, runner = make(decode_steps=3, seq_buckets=(8,))
+        a, b = request("a", range(5), new=30, stops=stops), request("b", range(20, 26), new=40)
+        scheduler.add(a), scheduler.add(b)
+        step(scheduler, runner), step(scheduler, runner)
+        plan, _ = runner.ahead
+        assert scheduler.follow(plan)
+        sample = a.samples[0]
+        sample.finish_reason, sample.stop_reason = reason, stop
+        scheduler.running.remove(sample)
+        assert scheduler.follow(plan) is None
+        sample.finish_reason, sample.stop_reason = "stop", min(stops)
+        assert scheduler.follow(plan), "the control"
 
 
 def test_nothing_follows_where_others_want_a_turn_or_a_sample_has_ended():
