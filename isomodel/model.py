@@ -190,6 +190,7 @@ def forward(
     remat: bool = False,
     rope: jax.Array | None = None,
     attention_work: attention_op.Work | None = None,
+    unroll: bool = False,
 ) -> tuple[jax.Array, KVCache | None]:
     """Final hidden rows of a batch, in any case: training, scoring, prefill, decode.
 
@@ -204,6 +205,7 @@ def forward(
         of attention (output and log-sum-exp), so that it is not run again. Forward bits are the same.
       rope: `rope(cfg, numerics)`, an argument of programs that are kept; None makes the table a constant of the program.
       attention_work: what `attention_work_of` gives for the batch's lengths; None to compute it here.
+      unroll: of inference: layers one after the other in the program, not in a loop, whose counter and condition are kernels.
 
     Returns:
       (hidden [T, D] after the final norm, the cache with this batch's keys and values; None for TrainPages).
@@ -211,7 +213,7 @@ def forward(
     Raises:
       ValueError: weights missing, extra or of another dtype or shape.
     """
-    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope, attention_work)[:2]
+    return _forward(cfg, numerics, params, batch, kv, masters, remat, False, rope, attention_work, unroll)[:2]
 
 
 def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv: KVCache | TrainPages):
@@ -219,10 +221,10 @@ def trace(cfg: ModelConfig, numerics: Numerics, params: Params, batch: Batch, kv
 
     The regions stand in the order in which a layer computes them.
     """
-    return _forward(cfg, numerics, params, batch, kv, None, False, True, None, None)
+    return _forward(cfg, numerics, params, batch, kv, None, False, True, None, None, False)
 
 
-def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attention_work):
+def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attention_work, unroll):
     if faults := weight_faults(cfg, params, numerics.dtype):
         raise ValueError("weights do not fit the model: " + "; ".join(faults))
     inference = isinstance(kv, KVCache)
@@ -255,8 +257,17 @@ def _forward(cfg, numerics, params, batch, kv, masters, remat, tap, rope, attent
         # The first layer adds the embedding to a residual of zeros: exact, and every layer is alike.
         carry = (x_TD, jnp.zeros_like(x_TD), (kv.k_LNpKd, kv.v_LNpKd) if inference else None)
         if inference and not tap:
-            # The loop's counter is the layer's index: a scan slices it out of a list, one more kernel a layer.
-            carry = lax.fori_loop(0, cfg.num_layers, lambda i, carry: layer(carry, (i, {}))[0], carry)
+            if unroll:
+
+                @jax.jit  # traced and lowered once
+                def one_layer(i, carry):
+                    return layer(carry, (i, {}))[0]
+
+                for i in range(cfg.num_layers):
+                    carry = one_layer(jnp.int32(i), carry)
+            else:
+                # The loop's counter is the layer's index: a scan slices it out of a list, one more kernel a layer.
+                carry = lax.fori_loop(0, cfg.num_layers, lambda i, carry: layer(carry, (i, {}))[0], carry)
         else:
             stacked_masters = {name: w for name, w in (masters or {}).items() if name.startswith(_LAYERS)}
             steps = jnp.arange(cfg.num_layers), stacked_masters

@@ -192,7 +192,14 @@ def decode_loop(
         slots_S = jnp.where(active_S, page_S * shapes.page_size + position_S % shapes.page_size, NO_SLOT)
         batch = Batch(tokens_S, position_S, slots_S, q_start_S1, kv_len_S, state.page_table_SP)
         hidden_SD, cache = model.forward(
-            cfg, numerics, params, batch, cache, rope=rope, attention_work=attention_work(kv_len_S)
+            cfg,
+            numerics,
+            params,
+            batch,
+            cache,
+            rope=rope,
+            attention_work=attention_work(kv_len_S),
+            unroll=numerics.impl == "hopper",
         )
         chosen = _choose(cfg, numerics, shapes, params, hidden_SD, kv_len_S, sampling, fixed)
         new = jnp.stack([chosen.tokens, *map(as_words, (chosen.logprobs, chosen.truncated))])

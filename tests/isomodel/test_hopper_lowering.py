@@ -67,6 +67,16 @@ def test_prefill_and_decode_lower(name):
         assert text.count("mosaic_gpu") >= 8
 
 
+def test_decode_lays_its_layers_out_and_prefill_does_not():
+    cfg = MODELS["qwen3-0.6b"]
+    for step, arguments, calls in (
+        (programs.mixed_step, programs.mixed_arguments(cfg, HOPPER, SHAPES, 256, 8), 0),
+        (programs.decode_loop, programs.decode_arguments(cfg, HOPPER, SHAPES, 8), cfg.num_layers),
+    ):
+        text = lowered(functools.partial(step, cfg, HOPPER, SHAPES), *arguments)
+        assert text.count("call @one_layer(") == calls and text.count("func.func private @one_layer(") == bool(calls)
+
+
 def test_decode_steps_share_prompts_where_the_engine_is_made_so(monkeypatch):
     cfg, seen, listed = MODELS["qwen3-0.6b"], [], attention.work_list
     monkeypatch.setattr(attention, "work_list", lambda *a, share=False, **o: seen.append(share) or listed(*a, share=share, **o))

@@ -6,13 +6,15 @@ Compared: tokens, both log-probabilities and whole logits rows, as bytes. Every 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from isomodel.batch import KVCache
+from isomodel import model
+from isomodel.batch import Batch, KVCache
 from isomodel.rollout import SamplingParams, pages
 from isomodel.rollout.sampling_params import MAX_TEMPERATURE, MIN_TEMPERATURE
 from tests.isomodel.rollout import tiny
@@ -32,6 +34,31 @@ def one_ulp_more(weights, name: str):
     at = np.unravel_index(np.argmax(np.abs(w.astype(np.float32))), w.shape)
     w.view(np.uint16)[at] += 1
     return {**weights, name: jnp.asarray(w)}
+
+
+def test_layers_laid_out_have_the_bits_of_their_loop():
+    rng, cfg = np.random.default_rng(0), tiny.CONFIG
+    filled = KVCache(*(jnp.asarray(rng.standard_normal(x.shape), x.dtype) for x in jax.tree.leaves(KVCache.zeros(cfg, 8, 128))))
+    kv_len_S = jnp.array([1, 40, 129, 200], jnp.int32)
+    table_SP = jnp.arange(8, dtype=jnp.int32).reshape(4, 2)
+    slot_S = jnp.take_along_axis(table_SP, (kv_len_S[:, None] - 1) // 128, axis=1)[:, 0] * 128 + (kv_len_S - 1) % 128
+    batch = Batch(jnp.array([7, 1, 9, 4], jnp.int32), kv_len_S - 1, slot_S, jnp.arange(5, dtype=jnp.int32), kv_len_S, table_SP)
+
+    @functools.partial(jax.jit, static_argnames="unroll")
+    def run(weights, cache, unroll):
+        return model.forward(cfg, tiny.BF16, weights, batch, cache, unroll=unroll)
+
+    loop, laid_out, other = (
+        jax.tree.leaves(run(weights, filled, unroll))
+        for weights, unroll in (
+            (tiny.params(), False),
+            (tiny.params(), True),
+            (one_ulp_more(tiny.params(), "layers.mixer.qkv"), True),
+        )
+    )
+    same = lambda a, b: all(x.tobytes() == y.tobytes() for x, y in zip(map(np.asarray, a), map(np.asarray, b), strict=True))  # noqa: E731
+    assert same(loop, laid_out) and not same(loop, other)
+    assert not same(loop[1:], jax.tree.leaves(filled))  # keys and values were written
 
 
 def test_control_one_ulp_in_one_weight_is_seen(work):
