@@ -10,7 +10,7 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic, row_stream
+from pallas_kernels import row_stream
 from pallas_kernels.qk_norm_rope import hopper_backward, hopper_of_gemm, hopper_pages
 from pallas_kernels.qk_norm_rope.hopper_layout import row_layout, tile_rows
 from pallas_kernels.qk_norm_rope.hopper_turn import turn

@@ -77,17 +77,31 @@ def one(case: Case, schedule, impl, x, w, positions, q_norm, k_norm, k_pages, v_
     return hopper_of_gemm.of_gemm(*args, schedule)
 
 
-def two(case: Case, schedule, x, w, positions, q_norm, k_norm, k_pages, v_pages, slots, layer):
-    """The two kernels, the GEMM by this schedule for few tokens, or by the table's."""
-    qkv = small_gemm(x, w.reshape(LAYERS, -1, case.D), layer, 1, jnp.bfloat16, schedule=schedule)
-    qkv = qkv.reshape(case.T, case.K, case.groups + 2, case.d)
+def turned(impl: str, qkv, positions, q_norm, k_norm, k_pages, v_pages, slots, layer):
+    """The op of projected rows [T, K, G + 2, d]."""
     norms = [_of_layer(v, layer) for v in (q_norm, k_norm)]
     places = k_pages, v_pages, slots, layer
-    return qk_norm_rope.to_pages(qkv, positions, *norms, *places, **OPTIONS, region=REGIONS[1], impl="hopper")
+    return qk_norm_rope.to_pages(qkv, positions, *norms, *places, **OPTIONS, region=REGIONS[1], impl=impl)
+
+
+def two(case: Case, schedule, x, w, positions, q_norm, k_norm, k_pages, v_pages, slots, layer):
+    """(projected rows, what of them becomes) by two kernels, the GEMM by this schedule for few tokens, or by the table's."""
+    qkv = small_gemm(x, w.reshape(LAYERS, -1, case.D), layer, 1, jnp.bfloat16, schedule=schedule)
+    qkv = qkv.reshape(case.T, case.K, case.groups + 2, case.d)
+    return qkv, *turned("hopper", qkv, positions, q_norm, k_norm, k_pages, v_pages, slots, layer)
+
+
+def shapes(case: Case) -> list:
+    """Of `operands`."""
+    T, K, g2, d, D = case.T, case.K, case.groups + 2, case.d, case.D
+    of = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)  # noqa: E731
+    norms = [of(LAYERS, d) if case.has_norm else None for _ in range(2)]
+    pages = [of(LAYERS, case.count, case.page, K, d) for _ in range(2)]
+    row = of(T, dtype=jnp.int32)
+    return [of(T, D), of(LAYERS, K, g2, d, D), row, *norms, *pages, row]
 
 
 def lowered(case: Case, call, *more) -> str:
-    """The program of call(*operands, layer), lowered for CUDA."""
-    shape = lambda x: x if x is None else jax.ShapeDtypeStruct(x.shape, x.dtype)  # noqa: E731
-    args = [*map(shape, operands(case)), jax.ShapeDtypeStruct((), jnp.int32)]
+    """The program of call(case, *more, *operands, layer), lowered for CUDA."""
+    args = *shapes(case), jax.ShapeDtypeStruct((), jnp.int32)
     return jax.jit(lambda *a: call(case, *more, *a)).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
