@@ -99,9 +99,9 @@ class Heads:
         heads, tokens, d = self.staged(s)
         return heads * tokens * d * 2
 
-    def first(self, turn_: int, wg: jax.Array) -> jax.Array:
-        """The first token, in its program, of a warpgroup's group."""
-        return (turn_ * self.warpgroups + lax.rem(wg, self.warpgroups)) * self.tokens
+    def first(self, i: int, wg: jax.Array) -> jax.Array:
+        """The first token, in its program, of a warpgroup's group i."""
+        return (i * self.warpgroups + lax.rem(wg, self.warpgroups)) * self.tokens
 
     def begin(self, s: Schedule, norms: tuple, rotations_g, slots_g, layer_g, first_token, wg) -> Begun:
         """Loads what belongs to a warpgroup's tokens.

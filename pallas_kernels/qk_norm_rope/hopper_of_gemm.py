@@ -16,6 +16,7 @@ TABLE: dict[tuple[int, int], tuple[tuple[int, Schedule | None], ...]] = {
     (64, 8): ((99, Schedule(tokens=8, k_tile=128, stages=10)),),
     (128, 128): ((66, Schedule(rows=128, stages=8, join=2)),),
     (128, 256): (
+        (33, Schedule(rows=128, tokens=32, stages=9, join=2)),
         (66, Schedule(rows=128, stages=8, join=2)),
         (99, Schedule(rows=128, tokens=128, stages=6, join=2)),
     ),
