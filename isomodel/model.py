@@ -67,23 +67,28 @@ class Attention(nnx.Module):
         """Returns (mixed rows [T, D], the pages with this batch's keys and values, or None in training)."""
         cfg, impl = ctx.cfg, ctx.numerics.impl
         T = x_TD.shape[0]
-        qkv_TN = _note("qkv", gemm.chain(x_TD, self.qkv.get_value(), region="qkv", impl=impl))
-        qkv_TKgd = qkv_TN.reshape(T, cfg.num_kv_heads, cfg.groups + 2, cfg.head_dim)
         options = dict(
             eps=cfg.rms_norm_eps,
             theta=cfg.rope_theta,
             max_positions=cfg.max_positions,
-            region="qk_norm_rope",
             impl=impl,
             rotations_T2h=ctx.rotations_T2h,
         )
+        w_KgdD, positions_T = self.qkv.get_value(), ctx.batch.positions_T
         norms = [None if norm is None else norm.get_value() for norm in (self.q_norm, self.k_norm)]
-        rows = qkv_TKgd, ctx.batch.positions_T, *norms
-        if ctx.layer is None:
-            q_THd, k_TKd, v_TKd = qk_norm_rope.qk_norm_rope(*rows, **options)
-            k_pages, v_pages = _own_pages(k_TKd, ctx), _own_pages(v_TKd, ctx)
+        places = None if ctx.layer is None else (*kv, ctx.batch.slots_T, ctx.layer)
+        if places is None or _tap.get() is not None:  # a gradient, or someone who looks, needs what is projected
+            qkv_TN = _note("qkv", gemm.chain(x_TD, w_KgdD, region="qkv", impl=impl))
+            rows = qkv_TN.reshape(T, cfg.num_kv_heads, cfg.groups + 2, cfg.head_dim), positions_T, *norms
+            options["region"] = "qk_norm_rope"
+            if places is None:
+                q_THd, k_TKd, v_TKd = qk_norm_rope.qk_norm_rope(*rows, **options)
+                k_pages, v_pages = _own_pages(k_TKd, ctx), _own_pages(v_TKd, ctx)
+            else:
+                q_THd, k_pages, v_pages = qk_norm_rope.to_pages(*rows, *places, **options)
         else:
-            q_THd, k_pages, v_pages = qk_norm_rope.to_pages(*rows, *kv, ctx.batch.slots_T, ctx.layer, **options)
+            options["regions"] = ("qkv", "qk_norm_rope")
+            q_THd, k_pages, v_pages = qk_norm_rope.of_gemm(x_TD, w_KgdD, positions_T, *norms, *places, **options)
         _note("qk_norm_rope", q_THd)
         o_THd = attention_op.attention(
             q_THd,

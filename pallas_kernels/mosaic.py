@@ -282,6 +282,12 @@ def after_last_kernel() -> None:
     call overlaps with it, and may neither write global memory nor rely on what it reads there. One warpgroup calls it for all
     that it then feeds.
     """
+    results_can_be_read()
+    if not interpreting():
+        plgpu.griddepcontrol_launch_dependents()
+
+
+def results_can_be_read() -> None:
+    """The wait of `after_last_kernel`, for another warpgroup that reads such results itself."""
     if not interpreting():
         plgpu.griddepcontrol_wait()
-        plgpu.griddepcontrol_launch_dependents()

@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.experimental.pallas as pl
@@ -82,6 +83,32 @@ class Schedule:
         registers."""
         levels = (leaves // self.split).bit_length()
         return 0 if levels * self.tokens // 2 <= TREE_REGISTERS[self.warpgroups] else max(levels - 2, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Epilogue:
+    """What becomes of a program's tiles, where that is more than storing them. A chain's, in bf16.
+
+    Attributes:
+      rows: weight rows that belong together: a program has a whole number of them.
+      operands: arrays and refs that it reads and writes, after the weight.
+      outputs: results of the kernel, instead of y.
+      scratch: (schedule) -> what `pl.run_scoped` makes of shared memory, in place of the staged y.
+      smem_bytes: (schedule) -> bytes of that.
+      begin: (refs of operands and outputs, first token, consumer warpgroup) -> arrays that `end` needs of a program's tokens,
+        loaded while the GEMM waits for its first operands.
+      end: (begun, y_NT, first weight row of it, consumer warpgroup, refs, scratch): one consumer warpgroup's result of one
+        tile, fp32 [64, tokens] in WGMMA. Every consumer of a program calls it for each tile; rows may lie past the weight's
+        end. Loads of next tiles go on meanwhile.
+    """
+
+    rows: int
+    operands: tuple
+    outputs: tuple[jax.ShapeDtypeStruct, ...]
+    scratch: Callable[[Schedule], Any]
+    smem_bytes: Callable[[Schedule], int]
+    begin: Callable
+    end: Callable
 
 
 TABLE: dict[tuple[str, int], tuple[tuple[int, Schedule], ...]] = {
@@ -175,18 +202,23 @@ def schedule_for(T: int, N: int, K: int, leaves: int) -> Schedule:
     tokens = next((tokens for tokens in (8, 16, 32, 64, 128) if T <= tokens), MAX_TOKENS)
     tiles = -(-N // WGMMA_ROWS)
     s = next(s for limit, s in TABLE[order, tokens] if tiles <= limit or not limit)
-    if K // leaves % s.k_tile:
-        s = dataclasses.replace(s, k_tile=64, stages=s.stages * s.k_tile // 64)
-    return dataclasses.replace(s, split=min(s.split, leaves))
+    return dataclasses.replace(fitting_steps(s, K // leaves), split=min(s.split, leaves))
 
 
-def fitted(s: Schedule, leaves: int, out_dtype, gated: bool = False) -> Schedule:
+def fitting_steps(s: Schedule, leaf: int) -> Schedule:
+    """The schedule, by steps of 64 if a leaf does not fall into its own."""
+    return dataclasses.replace(s, k_tile=64, stages=s.stages * s.k_tile // 64) if leaf % s.k_tile else s
+
+
+def fitted(s: Schedule, leaves: int, out_dtype, gated: bool = False, epilogue: Epilogue | None = None) -> Schedule:
     """The schedule with as many of its stages as shared memory holds beside results of this dtype."""
-    fits = lambda n: smem_bytes(s, leaves, out_dtype, n, gated) <= SMEM_BYTES  # noqa: E731
+    fits = lambda n: smem_bytes(s, leaves, out_dtype, n, gated, epilogue) <= SMEM_BYTES  # noqa: E731
     return dataclasses.replace(s, stages=next((n for n in range(s.stages, 1, -1) if fits(n)), s.stages))
 
 
-def fault(T, N, K, leaves, columns, s: Schedule, out_dtype, gated: bool = False) -> str | None:
+def fault(
+    T, N, K, leaves, columns, s: Schedule, out_dtype, gated: bool = False, epilogue: Epilogue | None = None
+) -> str | None:
     """Why the kernel cannot serve these shapes with this schedule; None if it can."""
     faults = {
         f"tokens must be 1..{MAX_TOKENS}": not 1 <= T <= MAX_TOKENS,
@@ -200,17 +232,26 @@ def fault(T, N, K, leaves, columns, s: Schedule, out_dtype, gated: bool = False)
         "join must divide the eights of rows": min(s.rows, WGMMA_ROWS) // (16 if gated else 8) % s.join,
         "a cluster has 8 programs at most": s.split * s.join > 8,
         "a split program has one tile": s.split > 1 and s.programs,
-        "not even two stages fit in shared memory": smem_bytes(s, leaves, out_dtype, s.stages, gated) > SMEM_BYTES,
+        "not even two stages fit in shared memory": smem_bytes(s, leaves, out_dtype, s.stages, gated, epilogue)
+        > SMEM_BYTES,
         "gates and ups are whole chains rounded to bfloat16": gated and (leaves > 1 or columns > N or out_dtype != jnp.bfloat16),
+        "an epilogue takes whole chains rounded to bfloat16, and no gate": epilogue is not None
+        and (leaves > 1 or columns > N or out_dtype != jnp.bfloat16 or gated),
+        "rows of a program must hold whole ones of the epilogue's": epilogue is not None
+        and (s.rows % epilogue.rows or N % epilogue.rows),
         "out_dtype must be bfloat16 or float32": out_dtype not in (jnp.bfloat16, jnp.float32),
     }
     return next((text for text, holds in faults.items() if holds), None)
 
 
-def smem_bytes(s: Schedule, leaves: int, out_dtype, stages: int, gated: bool = False) -> int:
+def smem_bytes(
+    s: Schedule, leaves: int, out_dtype, stages: int, gated: bool = False, epilogue: Epilogue | None = None
+) -> int:
     """Shared memory of a program: loads in flight, sums from other programs or else staged output, sums that wait, barriers."""
     rows = s.warpgroups * WGMMA_ROWS
     ring = stages * ((rows + s.tokens) * s.k_tile * 2 + 16)
+    if epilogue is not None:
+        return ring + epilogue.smem_bytes(s) + 1024
     end = s.owned * (4 * s.received if s.split > 1 else jnp.dtype(out_dtype).itemsize)
     return ring + rows * (end // (2 if gated else 1) + 4 * s.waiting(leaves) * s.tokens) + 1024
 
@@ -221,7 +262,7 @@ def _tiles(width: int, itemsize: int) -> tuple:
     return (plgpu.TilingTransform((8, width)), *([plgpu.SwizzleTransform(swizzle)] if swizzle > 16 else []))
 
 
-def _scratch(s: Schedule, leaves: int, columns: int, out_dtype, gated: bool) -> dict:
+def _scratch(s: Schedule, leaves: int, columns: int, out_dtype, gated: bool, epilogue: Epilogue | None) -> dict:
     """Shared memory and barriers of a program, by the names that the kernel's body gives them."""
     per_column = 2 if gated else 1
     # TMA stores whole tiles of the layout in shared memory.
@@ -237,6 +278,8 @@ def _scratch(s: Schedule, leaves: int, columns: int, out_dtype, gated: bool) -> 
     if s.waiting(leaves):
         shape = (s.waiting(leaves), s.warpgroups, WGMMA_ROWS, s.tokens)
         scratch["waiting_s"] = plgpu.SMEM(shape, jnp.float32, transforms=_tiles(min(s.tokens, 32), 4))
+    if epilogue is not None:
+        return scratch | {"end_s": epilogue.scratch(s)}
     y_shape = lambda owned: (s.warpgroups, owned, WGMMA_ROWS // per_column)  # noqa: E731
     y_s = lambda owned: plgpu.SMEM(y_shape(owned), out_dtype, transforms=y_tiles)  # noqa: E731
     scratch["end_s"] = y_s(s.owned)
@@ -273,8 +316,9 @@ def small_gemm(
     columns: int | None = None,
     fill: float = 0.0,
     gate: Callable | None = None,
+    epilogue: Epilogue | None = None,
     schedule: Schedule | None = None,
-) -> jax.Array:
+) -> jax.Array | list[jax.Array]:
     """y = x w^T for few tokens.
 
     Args:
@@ -287,10 +331,11 @@ def small_gemm(
       fill: what the columns from N on hold.
       gate: given with a weight [2, N, K] of gates and ups, or [L, 2, N, K], and only then: y is gate(gates, ups, layout), both
         bf16 [N, T] as the plain GEMM rounds them, in registers, and so is the result. Of a schedule's rows one half are gates.
+      epilogue: what becomes of y's tiles instead; not of its last tokens that only round T up to a multiple of 8.
       schedule: how to cut it; the table's choice by default.
 
     Returns:
-      [T, columns].
+      [T, columns], or a list of the epilogue's outputs.
 
     Raises:
       ValueError: shapes that this kernel or this schedule does not take.
@@ -306,16 +351,17 @@ def small_gemm(
             columns=columns,
             fill=fill,
             gate=gate,
+            epilogue=epilogue,
             schedule=schedule,
         )
-        return padded[:T]
+        return padded if epilogue is not None else padded[:T]
     N = value.shape[-2]
     columns = columns or N
     out_dtype = jnp.dtype(out_dtype)
     gated = gate is not None
     per_column = 2 if gated else 1  # rows of the weight
-    s = fitted(schedule or schedule_for(T, N * per_column, K, leaves), leaves, out_dtype, gated)
-    reason = fault(T, N, K, leaves, columns, s, out_dtype, gated)
+    s = fitted(schedule or schedule_for(T, N * per_column, K, leaves), leaves, out_dtype, gated, epilogue)
+    reason = fault(T, N, K, leaves, columns, s, out_dtype, gated, epilogue)
     if reason:
         raise ValueError(f"small_gemm of {T} tokens, N {N}, K {K}, {leaves} leaves, {s}: {reason}")
     stacked = layer is not None
@@ -333,7 +379,8 @@ def small_gemm(
     waits_in_smem = range(1, 1 + s.waiting(leaves))  # levels of the tree
 
     def body(x_g, w_g, *rest):
-        layer_g, y_g = rest if stacked else (None, rest[0])
+        layer_g, refs = (rest[0], rest[1:]) if stacked else (None, rest)
+        y_g = refs[-1]
         program, part, leaf, block, wg = (lax.axis_index(a) for a in AXES)
         first_token = (part * join + block) * s.tokens
         count = lax.div(tiles - program + programs - 1, programs)
@@ -482,12 +529,20 @@ def small_gemm(
                             low_NT, high_NT = (received_NT, halves[1]) if me else (halves[0], received_NT)
                             store(low_NT + high_NT, first, first_token + me * owned)
 
+                begun = None
+                if epilogue is not None:
+                    mosaic.results_can_be_read()
+                    begun = epilogue.begin(refs, first_token, wg)
+
                 def walk(t, carry):
                     if waits_in_smem or (s.tokens <= WRITTEN_OUT[0] and chains <= WRITTEN_OUT[1]):
                         y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
                     else:
                         y_NT = subtree(t * steps, chains)
                     first = tile(t) + wg * most_columns
+                    if epilogue is not None:
+                        epilogue.end(begun, y_NT, first, wg, refs, end_s)
+                        return carry
                     if s.split == 1:
                         store(y_NT, first, first_token)
                         return carry
@@ -514,11 +569,11 @@ def small_gemm(
                 lax.fori_loop(0, count, walk, None)
                 plgpu.wait_smem_to_gmem(0)
 
-        pl.run_scoped(scoped, **_scratch(s, leaves, columns, out_dtype, gated), collective_axes="wg")
+        pl.run_scoped(scoped, **_scratch(s, leaves, columns, out_dtype, gated, epilogue), collective_axes="wg")
 
-    y = mosaic.kernel(
+    run = mosaic.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T, columns), out_dtype),
+        out_type=jax.ShapeDtypeStruct((T, columns), out_dtype) if epilogue is None else list(epilogue.outputs),
         grid=(programs, -(-blocks // join)),
         grid_names=AXES[:2],
         cluster=(s.split, join),
@@ -528,4 +583,6 @@ def small_gemm(
         # Only sums that wait in shared memory are read by other lanes than wrote them.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not waits_in_smem),
     )
-    return y(x_TK, hopper_gated.by_eights(value) if gated else value, *((jnp.reshape(layer, (1,)),) if stacked else ()))
+    operands = (jnp.reshape(layer, (1,)),) if stacked else ()
+    operands += () if epilogue is None else epilogue.operands
+    return run(x_TK, hopper_gated.by_eights(value) if gated else value, *operands)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from pallas_kernels import registry
+from pallas_kernels import gemm, registry
 from pallas_kernels.weight import Weight, as_weight, of_backward
 
 
@@ -137,8 +137,54 @@ def to_pages(
     return module.to_pages(qkv_TKgd, rotations_T2h, norms, eps, k_pages, v_pages, slots_T, layer)
 
 
+def of_gemm(
+    x_TD: jax.Array,
+    w_KgdD: Weight | jax.Array,
+    positions_T: jax.Array,
+    q_norm_d: Weight | jax.Array | None,
+    k_norm_d: Weight | jax.Array | None,
+    k_pages: jax.Array,
+    v_pages: jax.Array,
+    slots_T: jax.Array,
+    layer: jax.Array,
+    *,
+    eps: float,
+    theta: float,
+    max_positions: int,
+    regions: tuple[str, str],
+    impl: str,
+    rotations_T2h: jax.Array | None = None,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """`to_pages` of `gemm.chain`, the same bits, by one kernel where there is one for such shapes. No gradient.
+
+    Args:
+      x_TD: [T, D], bf16 or fp32.
+      w_KgdD: [K, G + 2, d, D], the fused projection's weight, of the same dtype; a Weight or an array.
+      regions: names of the GEMM's and of this op's region in the contract.
+      The others: as `to_pages` takes them.
+
+    Returns:
+      (q [T, H, d], k_pages, v_pages).
+
+    Raises:
+      What `gemm.chain` and `to_pages` raise.
+    """
+    options = dict(eps=eps, theta=theta, max_positions=max_positions, region=regions[1], impl=impl)
+    module, w = registry.implementation("qk_norm_rope", impl), as_weight(w_KgdD)
+    heads = w.shape[:-1]
+    schedule = module.schedule_of_gemm(x_TD, w, k_pages.dtype) if impl == "hopper" else None
+    if schedule is None:
+        qkv_TN = gemm.chain(x_TD, w, region=regions[0], impl=impl)
+        rows = qkv_TN.reshape(len(x_TD), *heads), positions_T, q_norm_d, k_norm_d
+        return to_pages(*rows, k_pages, v_pages, slots_T, layer, **options, rotations_T2h=rotations_T2h)
+    gemm.prepared(x_TD, w, 1, "column", regions[0], impl)
+    qkv = jax.ShapeDtypeStruct((len(x_TD), *heads), x_TD.dtype)
+    _, rotations_T2h, norms = _prepared(qkv, positions_T, q_norm_d, k_norm_d, rotations_T2h, **options)
+    return module.of_gemm(x_TD, w, rotations_T2h, norms, eps, k_pages, v_pages, slots_T, layer, schedule)
+
+
 def _prepared(qkv_TKgd, positions_T, q_norm_d, k_norm_d, rotations_T2h, *, eps, theta, max_positions, region, impl):
-    """(implementation, rotations, norms' weights), checked and recorded."""
+    """(implementation, rotations, norms' weights), checked and recorded; of qkv shape and dtype are asked."""
     if (q_norm_d is None) != (k_norm_d is None):
         raise ValueError(f"{region}: give both norm weights or neither")
     module = registry.implementation("qk_norm_rope", impl)

@@ -10,9 +10,10 @@ import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
 
-from pallas_kernels import mosaic, row_stream
-from pallas_kernels.qk_norm_rope import hopper_backward, hopper_pages
+from pallas_kernels import row_stream
+from pallas_kernels.qk_norm_rope import hopper_backward, hopper_of_gemm, hopper_pages
 from pallas_kernels.qk_norm_rope.hopper_layout import row_layout, tile_rows
+from pallas_kernels.qk_norm_rope.hopper_turn import turn
 from pallas_kernels.weight import Weight
 
 VERSION = 1
@@ -89,27 +90,16 @@ def _call(qkv_TKgd, cos_sin_T2h, norms: tuple[Weight, ...], paged=None, *, eps: 
                 ):
                     plgpu.copy_gmem_to_smem(source, s.at[slot], loaded.at[slot])
 
-            def turn(head, cos, sin, weight):
-                a, b = (read(head.at[:, half]) for half in halves)
-                if norms:
-                    a32, b32 = row_stream.widen(a, layout), row_stream.widen(b, layout)
-                    total = mosaic.fma(b32, b32, mosaic.mul(a32, a32, layout), layout)
-                    r = spread(row_stream.inverse_root(total.sum(axis=1), d, eps, layout.reduce(1)), 0)
-                    a, b = (
-                        row_stream.mul(row_stream.narrow(mosaic.mul(x, r, layout), layout), w, layout)
-                        for x, w in zip((a32, b32), weight, strict=True)
-                    )
-                times = lambda x, y: row_stream.mul(x, y, layout)  # noqa: E731
-                low = row_stream.sub(times(a, cos), times(b, sin), layout)
-                high = row_stream.add(times(b, cos), times(a, sin), layout)
-                for half, x in zip(halves, (low, high), strict=True):
+            def turn_in_place(head, cos, sin, weight):
+                turned = turn(*(read(head.at[:, half]) for half in halves), cos, sin, weight, eps, layout)
+                for half, x in zip(halves, turned, strict=True):
                     head.at[:, half][...] = x
 
             def work(slot, carry):
                 cos, sin = (read(cos_sin_s.at[slot, :, i]) for i in (0, 1))
                 for g in range(groups):
-                    turn(q_s.at[slot, :, g], cos, sin, weights[0] if norms else None)
-                turn(k_s.at[slot], cos, sin, weights[1] if norms else None)
+                    turn_in_place(q_s.at[slot, :, g], cos, sin, weights[0] if norms else None)
+                turn_in_place(k_s.at[slot], cos, sin, weights[1] if norms else None)
                 return carry
 
             def store(tile, slot):
@@ -170,3 +160,5 @@ def qk_norm_rope(
 
 
 backward = hopper_backward.backward
+schedule_of_gemm = hopper_of_gemm.schedule_for
+of_gemm = hopper_of_gemm.of_gemm

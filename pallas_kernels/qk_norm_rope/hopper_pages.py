@@ -1,10 +1,11 @@
-"""Rows of keys and values to their places in pages, each thread what it holds."""
+"""Rows to their places in pages, and elements from theirs, each thread what it holds."""
 
 from __future__ import annotations
 
 import jax
 import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jaxlib.mlir import ir
@@ -62,3 +63,47 @@ def store(pages, x_Mh: jax.Array, row_Mh: jax.Array, column_Mh: jax.Array, layou
             )
 
     emit(pages, x_Mh, row_Mh, column_Mh)
+
+
+def load(source, offset: jax.Array, layout) -> jax.Array:
+    """source[offset] of any offsets, like `offset`: now, not where the compiler finds that it is needed.
+
+    Args:
+      source: [n] in global memory, of 2- or 4-byte values.
+      offset: int32 in `layout`: neighbours, from a multiple of their number on, in the elements of a vector; inside of source.
+    """
+    if mosaic.interpreting():
+        return jnp.take(source[...], offset, axis=0)
+    out = plgpu.ShapeDtypeStruct(offset.shape, source.dtype, layout=layout)
+    signed = jnp.issubdtype(source.dtype, jnp.integer)
+
+    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), layout), return_type=out)
+    def emit(_, source, offset):
+        i32, i64 = (ir.IntegerType.get_signless(b) for b in (32, 64))
+        element = ir.MemRefType(source.type).element_type
+        item = mgpu.bitwidth(element) // 8
+        base = llvm.ptrtoint(i64, mgpu.utils.memref_ptr(source))
+
+        def one(register):
+            (n,) = ir.VectorType(register.type).shape
+            count = n * item // 4
+            at = arith.extsi(i64, vector.extract(register, dynamic_position=[], static_position=[0]))
+            address = arith.addi(base, arith.muli(at, mgpu.c(item, i64)))
+            names = ", ".join(f"${i}" for i in range(count))
+            load = f"ld.global.v{count}.b32 {{{names}}}" if count > 1 else "ld.global.b32 $0"
+            words = llvm.inline_asm(
+                i32 if count == 1 else ir.Type.parse(f"!llvm.struct<({', '.join(['i32'] * count)})>"),
+                [address],
+                f"{load}, [${count}];",
+                "=r," * count + "l",
+                has_side_effects=True,
+            )
+            packed = llvm.mlir_undef(ir.VectorType.get((count,), i32))
+            for i in range(count):
+                word = words if count == 1 else llvm.extractvalue(i32, words, [i])
+                packed = vector.insert(word, packed, dynamic_position=[], static_position=[i])
+            return mgpu.utils.bitcast(packed, ir.VectorType.get((n,), element))
+
+        return offset._pointwise(one, output_is_signed=offset.is_signed if signed else None)
+
+    return emit(source, offset)

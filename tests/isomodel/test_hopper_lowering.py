@@ -7,15 +7,17 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from isomodel import model, specs
 from isomodel.batch import Batch, TrainPages
 from isomodel.numerics import Numerics
 from isomodel.rollout import EngineConfig, programs
-from pallas_kernels import attention
+from pallas_kernels import attention, gemm, mosaic, qk_norm_rope
 from pallas_kernels.weight import Weight
 from tests.isomodel import shapes
+from tests.pallas_kernels.base import same, spread
 
 
 class Hopper(Numerics):
@@ -121,3 +123,31 @@ def test_inference_multiplies_and_gates_in_one_kernel(T, layer, kernels):
         return model.DenseMLP({"gate_up": Weight(gate_up), "down": Weight(down)})(x_TD, context)
 
     assert lowered(mlp, shape(T, D), shape(2, F, D), shape(D, F)).count("@mosaic_gpu_v2") == kernels
+
+
+@pytest.mark.parametrize("T, layer, kernels", [(8, 1, 1), (512, 1, 2), (8, None, 2)], ids=["decode", "prefill", "training"])
+def test_inference_projects_and_rotates_in_one_kernel(monkeypatch, T, layer, kernels):
+    """And in decode with the bits of two, which someone who looks gets."""
+    monkeypatch.setattr(attention, "attention", lambda q_THd, *_, **__: q_THd)
+    monkeypatch.setattr(gemm, "tree", lambda o_THd, *_, **__: o_THd)
+    cfg = dataclasses.replace(MODELS["smollm2"], hidden_size=64, num_heads=2, num_kv_heads=1)
+    weight = spread(np.random.default_rng(0), 1, 4, 64, 64, binades=2)
+    x = spread(np.random.default_rng(1), T, 64, binades=2)
+    place = jnp.arange(T, dtype=jnp.int32)
+    pages = jnp.zeros((2, 2 * -(-T // 16), 16, 1, 64), jnp.bfloat16)
+    batch = Batch(place, place, place, None, None, None)
+    own = TrainPages(-(-T // 16), 16) if layer is None else None
+
+    def mixer(x, weight, pages, looks=False):
+        rotations = qk_norm_rope.rotations(
+            place, theta=cfg.rope_theta, max_positions=512, head_dim=64, dtype=jnp.bfloat16
+        )
+        context = model.LayerContext(cfg, HOPPER, batch, rotations, own, None, layer)
+        with model._tapping(looks):
+            return model.Attention({"qkv": Weight(weight), "o": None}, False)(x, (pages, pages), context)
+
+    assert lowered(mixer, x, weight, pages).count("@mosaic_gpu_v2") == kernels
+    if kernels == 1:
+        with mosaic.interpreted():
+            one, two = (jax.tree.leaves(mixer(x, weight, pages, looks)) for looks in (False, True))
+        assert same(one, two)
