@@ -91,6 +91,8 @@ class Part:
       out_dtype: of the result.
       gate: of gates and ups, or None; see `hopper_small.small_gemm`.
       stacked: whether the weight is a layer of a stack.
+      packed: loads of fewer weight rows than an instruction reads lie one after the other, and an instruction reads on into
+        the next ones, for rows of its result that nobody stores. Else each has the room of whole instructions.
     """
 
     schedule: Schedule
@@ -103,6 +105,23 @@ class Part:
     fill: float = 0.0
     gate: Callable | None = None
     stacked: bool = False
+    packed: bool = False
+
+    def scratch(self) -> dict:
+        """Shared memory and barriers of a program, as `pl.run_scoped` takes them."""
+        s = self.schedule
+        scratch = scratch_of(s, self.leaves, self.columns, self.out_dtype, self.gate is not None)
+        if self.packed:
+            shape = (s.stages * s.rows + WGMMA_ROWS - s.rows, s.k_tile)
+            scratch["w_s"] = plgpu.SMEM(shape, jnp.bfloat16, transforms=mosaic.TILED)
+        return scratch
+
+    def smem_bytes(self, stages: int) -> int:
+        """Shared memory of a program with so many loads in flight."""
+        s = self.schedule
+        end = s.warpgroups * WGMMA_ROWS * s.owned * self.out_dtype.itemsize // self.per_column
+        rows = stages * s.rows + WGMMA_ROWS - s.rows if self.packed else stages * s.warpgroups * WGMMA_ROWS
+        return (rows + stages * s.tokens) * s.k_tile * 2 + 16 * stages + end + 1024
 
     @property
     def per_column(self) -> int:
@@ -166,6 +185,9 @@ class Part:
         first = self.tile(place, lax.div(i, self.steps))
         if self.gate is not None:
             source, target = hopper_gated.rows(w_g, index[0] if index else None, first, s.rows, at_k, w_s.at[slot])
+        elif self.packed:
+            source = w_g.at[(*index, pl.ds(first, s.rows), at_k)]
+            target = w_s.at[pl.ds(slot * s.rows, s.rows)]
         else:
             source = w_g.at[(*index, pl.ds(first, s.rows), at_k)]
             target = w_s.at[slot] if s.rows >= WGMMA_ROWS else w_s.at[slot, pl.ds(0, s.rows)]
@@ -213,6 +235,8 @@ class Part:
                     plgpu.barrier_wait(full.at[slot])
                     if gated:
                         w_tile = hopper_gated.operand(w_s.at[slot], wg)
+                    elif self.packed:
+                        w_tile = w_s.at[pl.ds(slot * s.rows, WGMMA_ROWS)]
                     else:
                         w_tile = w_s.at[slot, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)]
                     plgpu.wgmma(acc, w_tile, x_s.at[slot].transpose((1, 0)))

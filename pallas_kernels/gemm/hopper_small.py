@@ -19,7 +19,7 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.gemm import hopper_gated
-from pallas_kernels.gemm.hopper_parts import AXES, CONSUMER_REGISTERS, WGMMA_ROWS, Part, scratch_of
+from pallas_kernels.gemm.hopper_parts import AXES, CONSUMER_REGISTERS, WGMMA_ROWS, Part
 
 MAX_TOKENS = 256
 SMEM_BYTES = 227 * 1024
@@ -33,7 +33,7 @@ class Schedule:
     """How one small GEMM is cut into programs.
 
     Attributes:
-      rows: weight rows of a program: 16, 32, 48, or a multiple of 64 (one consumer warpgroup for each 64).
+      rows: weight rows of a program: 8 (not of gates and ups), 16, 32, 48, or a multiple of 64 (one consumer warpgroup for each 64).
       tokens: tokens of a program; a multiple of 8.
       k_tile: length of K of one load, a multiple of 64 that divides a leaf.
       stages: loads in flight.
@@ -186,7 +186,8 @@ def fault(T, N, K, leaves, columns, s: Schedule, out_dtype, gated: bool = False)
         "N and columns must be multiples of 8, columns N at least": N % 8 or columns % 8 or columns < N,
         "leaves must be a power of two": leaves < 1 or leaves & (leaves - 1),
         "k_tile must be a multiple of 64 that divides a leaf": s.k_tile % 64 or K % (leaves * s.k_tile),
-        "rows must be 16, 32, 48 or a multiple of 64, at most 256": s.rows not in (16, 32, 48, 64, 128, 192, 256),
+        "rows must be 8, 16, 32, 48 or a multiple of 64, at most 256": s.rows not in (8, 16, 32, 48, 64, 128, 192, 256),
+        "gates and ups are eights of rows each": gated and s.rows == 8,
         "tokens of a program must be a multiple of 8, at most 256": s.tokens % 8 or not 8 <= s.tokens <= MAX_TOKENS,
         "split must be a power of two that divides leaves": s.split < 1 or leaves % s.split or s.split & (s.split - 1),
         "tokens must fall into whole eights for each program that owns some": s.split > 1 and s.tokens & (s.tokens - 1),
@@ -303,7 +304,7 @@ def small_gemm(
                     plgpu.set_max_registers(CONSUMER_REGISTERS[s.warpgroups], action="increase")
                 part.multiply(place, scratch, y_g)
 
-        pl.run_scoped(scoped, **scratch_of(s, leaves, columns, out_dtype, gated), collective_axes="wg")
+        pl.run_scoped(scoped, **part.scratch(), collective_axes="wg")
 
     y = mosaic.kernel(
         body,
