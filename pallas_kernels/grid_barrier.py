@@ -1,8 +1,8 @@
 """A barrier of all programs of one Hopper kernel: what one program has stored, another reads after it.
 
 No program may wait for one that has not started. So a kernel with such a barrier has at most as many programs as the GPU has
-multiprocessors (`fits`), one on each (its shared memory leaves no room for two), in no clusters: whatever runs beside it, each
-of them gets a multiprocessor, because other kernels end without it. Two of these kernels never run side by side: the second
+multiprocessors (`fits`), each small enough for an empty one, in no clusters: whatever runs beside it, each of them gets a
+multiprocessor, because other kernels end without it. Two of these kernels never run side by side: the second
 needs the first one's result, or calls `mosaic.after_last_kernel` before it touches the counters.
 
 Counters lie in global memory, zero before each kernel and after it: the last program to leave sets them back. A launch of a
@@ -27,8 +27,9 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm
 
 ARRIVED, LEFT = 0, 1
-_AT_REST = np.array([0, 0, 1], np.int32)
-"""The last one is never touched: XLA computes constants of one value anew wherever they are used, with a kernel each time."""
+_AT_REST = np.array([0, 0, 0x67726964], np.int32)
+"""The last one is never touched: XLA computes constants of one value anew wherever they are used, with a kernel each time, and
+may keep those of equal content once for all its programs: nobody else has this one."""
 
 
 def counters() -> jax.Array:

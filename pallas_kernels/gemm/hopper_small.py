@@ -265,6 +265,12 @@ def small_gemm(
     if reason:
         raise ValueError(f"small_gemm of {T} tokens, N {N}, K {K}, {leaves} leaves, {s}: {reason}")
     part = Part(s, T, K, N, columns, leaves, out_dtype, fill, gate, layer is not None)
+    return alone(part, x_TK, value, layer)
+
+
+def alone(part: Part, x_TK: jax.Array, value: jax.Array, layer: jax.Array | None) -> jax.Array:
+    """The kernel of one part; x, weight and layer as `small_gemm` takes them."""
+    s = part.schedule
 
     def body(x_g, w_g, *rest):
         layer_g, y_g = rest if part.stacked else (None, rest[0])
@@ -308,7 +314,7 @@ def small_gemm(
 
     y = mosaic.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T, columns), out_dtype),
+        out_type=jax.ShapeDtypeStruct((part.tokens, part.columns), part.out_dtype),
         grid=(part.programs, -(-part.blocks // part.join)),
         grid_names=AXES[:2],
         cluster=(s.split, part.join),
@@ -316,6 +322,7 @@ def small_gemm(
         num_threads=s.warpgroups + 1,
         thread_name=AXES[4],
         # Only sums that wait in shared memory are read by other lanes than wrote them.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not s.waiting(leaves)),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not s.waiting(part.leaves)),
     )
-    return y(x_TK, hopper_gated.by_eights(value) if gated else value, *((jnp.reshape(layer, (1,)),) if part.stacked else ()))
+    weight = value if part.gate is None else hopper_gated.by_eights(value)
+    return y(x_TK, weight, *((jnp.reshape(layer, (1,)),) if part.stacked else ()))

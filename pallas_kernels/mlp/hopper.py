@@ -99,8 +99,8 @@ def mlp(x_TK: jax.Array, w_2FK: Weight, w_DF: Weight) -> jax.Array:
         raise ValueError("mlp: both weights are layers of stacks, or none is")
     first, second = parts(T, D, F, K, stacked)
     if mosaic.interpreting():
-        h_TF = hopper_small.small_gemm(x_TK, w_2FK.value, w_2FK.layer, 1, x_TK.dtype, gate=product, schedule=first.schedule)
-        return hopper_small.small_gemm(h_TF, w_DF.value, w_DF.layer, second.leaves, x_TK.dtype, schedule=second.schedule)
+        h_TF = hopper_small.alone(first, x_TK, w_2FK.value, w_2FK.layer)
+        return hopper_small.alone(second, h_TF, w_DF.value, w_DF.layer)
     programs = max(first.programs, second.programs)
 
     def body(x_g, w_2FK_g, w_DF_g, counters_g, *rest):
