@@ -10,8 +10,9 @@ replayed graph thus finds what the first one found, no kernel has to clear them,
 between kernels never differs from it.
 
 Memory order. Results go out by the copy engine; the wait for its writes (not only for its reads) makes them visible to ordinary
-instructions of the thread that waits, and the warpgroup's barrier after it to the one thread that adds to the counter, with
-release semantics at the scope of the GPU. On the other side one thread reads the counter until it is full and fences (acquire,
+instructions of the thread that waits (an end of a bulk copy implies a fence between the proxies; a second one, written out,
+costs next to nothing), and the warpgroup's barrier after it to the one thread that adds to the counter, with release semantics
+at the scope of the GPU. On the other side one thread reads the counter until it is full and fences (acquire,
 GPU); the warpgroup's barrier hands that on. If the results are then read by the copy engine, which is another proxy, the
 thread that starts the copy must first execute `fence.proxy.async`: all threads of the warpgroup do.
 """
@@ -55,6 +56,7 @@ def arrive(counters_g) -> None:
 
     @plgpu.inline_mgpu(arg_types=(plgpu.RefType(),))
     def emit(_, ref):
+        utils.inline_ptx("fence.proxy.async;", has_side_effects=True)
         utils.SemaphoreRef(_counter(ref, ARRIVED)).signal(1, memory_scope="gpu")
 
     emit(counters_g)
