@@ -17,7 +17,7 @@ from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.specs import Params, weight_faults
 from pallas_kernels import attention as attention_op
-from pallas_kernels import embed, gemm, logprob, qk_norm_rope, rms_norm, silu_mul
+from pallas_kernels import embed, gemm, logprob, mlp, qk_norm_rope, rms_norm, silu_mul
 from pallas_kernels.weight import Weight
 
 _tap: contextvars.ContextVar[dict | None] = contextvars.ContextVar("tap", default=None)
@@ -130,12 +130,13 @@ class DenseMLP(nnx.Module):
     def __call__(self, x_TD: jax.Array, ctx: LayerContext) -> jax.Array:
         impl = ctx.numerics.impl
         w_2FD = self.gate_up.get_value()
-        if ctx.layer is None or _tap.get() is not None:  # a gradient, or someone who looks, needs gates and ups
-            gate_up_TN = _note("gate_up", gemm.chain(x_TD, w_2FD, region="gate_up", impl=impl))
-            h_TF = _note("silu_mul", silu_mul.silu_mul(gate_up_TN, region="silu_mul", impl=impl))
-        else:
-            h_TF = silu_mul.of_gemm(x_TD, w_2FD, regions=("gate_up", "silu_mul"), impl=impl)
-        return _note("down_proj", gemm.tree(h_TF, self.down.get_value(), region="down_proj", impl=impl))
+        w_DF = self.down.get_value()
+        if ctx.layer is not None and _tap.get() is None:
+            return mlp.mlp(x_TD, w_2FD, w_DF, regions=("gate_up", "silu_mul", "down_proj"), impl=impl)
+        # A gradient, or someone who looks, needs gates and ups.
+        gate_up_TN = _note("gate_up", gemm.chain(x_TD, w_2FD, region="gate_up", impl=impl))
+        h_TF = _note("silu_mul", silu_mul.silu_mul(gate_up_TN, region="silu_mul", impl=impl))
+        return _note("down_proj", gemm.tree(h_TF, w_DF, region="down_proj", impl=impl))
 
 
 class Layer(nnx.Module):

@@ -9,8 +9,7 @@ leaves meet in one balanced tree of fp32 additions.
 from __future__ import annotations
 
 import dataclasses
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -21,17 +20,11 @@ from jax import lax
 
 from pallas_kernels import mosaic
 from pallas_kernels.gemm import hopper_gated
+from pallas_kernels.gemm.hopper_parts import AXES, CONSUMER_REGISTERS, WGMMA_ROWS, Part
 
 MAX_TOKENS = 256
-WGMMA_ROWS = 64
 SMEM_BYTES = 227 * 1024
-AXES = ("program", "part", "leaf", "block", "wg")
 LOADER_REGISTERS = 24
-CONSUMER_REGISTERS = {2: 240, 3: 160, 4: 112}
-"""Registers of a thread by number of consumer warpgroups: 64 Ki a program, shared with the loader's warpgroup."""
-WRITTEN_OUT = (32, 4)
-"""Tokens, and leaves of a program, up to which a tree is written out; a larger one in registers is a loop, or they spill. At 32
-tokens a loop took 1.3 us more, at 8, 16 and 64 none."""
 TREE_REGISTERS = {1: 192, 2: 192, 3: 96, 4: 64}
 """Of a thread for sums of leaves, by number of consumer warpgroups; where a tree needs more, sums wait in shared memory."""
 
@@ -41,7 +34,7 @@ class Schedule:
     """How one small GEMM is cut into programs.
 
     Attributes:
-      rows: weight rows of a program: 16, 32, 48, or a multiple of 64 (one consumer warpgroup for each 64).
+      rows: weight rows of a program: 8 (not of gates and ups), 16, 32, 48, or a multiple of 64 (one consumer warpgroup for each 64).
       tokens: tokens of a program; a multiple of 8.
       k_tile: length of K of one load, a multiple of 64 that divides a leaf.
       stages: loads in flight.
@@ -225,7 +218,8 @@ def fault(
         "N and columns must be multiples of 8, columns N at least": N % 8 or columns % 8 or columns < N,
         "leaves must be a power of two": leaves < 1 or leaves & (leaves - 1),
         "k_tile must be a multiple of 64 that divides a leaf": s.k_tile % 64 or K % (leaves * s.k_tile),
-        "rows must be 16, 32, 48 or a multiple of 64, at most 256": s.rows not in (16, 32, 48, 64, 128, 192, 256),
+        "rows must be 8, 16, 32, 48 or a multiple of 64, at most 256": s.rows not in (8, 16, 32, 48, 64, 128, 192, 256),
+        "gates and ups are eights of rows each": gated and s.rows == 8,
         "tokens of a program must be a multiple of 8, at most 256": s.tokens % 8 or not 8 <= s.tokens <= MAX_TOKENS,
         "split must be a power of two that divides leaves": s.split < 1 or leaves % s.split or s.split & (s.split - 1),
         "tokens must fall into whole eights for each program that owns some": s.split > 1 and s.tokens & (s.tokens - 1),
@@ -254,56 +248,6 @@ def smem_bytes(
         return ring + epilogue.smem_bytes(s) + 1024
     end = s.owned * (4 * s.received if s.split > 1 else jnp.dtype(out_dtype).itemsize)
     return ring + rows * (end // (2 if gated else 1) + 4 * s.waiting(leaves) * s.tokens) + 1024
-
-
-def _tiles(width: int, itemsize: int) -> tuple:
-    """Layout in shared memory of matrices in tiles of 8 rows and `width` columns."""
-    swizzle = width * itemsize
-    return (plgpu.TilingTransform((8, width)), *([plgpu.SwizzleTransform(swizzle)] if swizzle > 16 else []))
-
-
-def _scratch(s: Schedule, leaves: int, columns: int, out_dtype, gated: bool, epilogue: Epilogue | None) -> dict:
-    """Shared memory and barriers of a program, by the names that the kernel's body gives them."""
-    per_column = 2 if gated else 1
-    # TMA stores whole tiles of the layout in shared memory.
-    y_tiles = _tiles(math.gcd(columns, min(s.rows, WGMMA_ROWS) // per_column, 128 // out_dtype.itemsize), out_dtype.itemsize)
-    w_s = plgpu.SMEM((s.stages, s.warpgroups * WGMMA_ROWS, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED)
-    scratch = {
-        "x_s": plgpu.SMEM((s.stages, s.tokens, s.k_tile), jnp.bfloat16, transforms=mosaic.TILED),
-        "w_s": hopper_gated.rows_of(s.stages, s.warpgroups, s.k_tile) if gated else w_s,
-        "full": plgpu.Barrier(num_arrivals=2, num_barriers=s.stages),
-        # A slot is free when every program that shares one of its loads has read it.
-        "empty": plgpu.ClusterBarrier(collective_axes=("block",), num_arrivals=s.warpgroups, num_barriers=s.stages),
-    }
-    if s.waiting(leaves):
-        shape = (s.waiting(leaves), s.warpgroups, WGMMA_ROWS, s.tokens)
-        scratch["waiting_s"] = plgpu.SMEM(shape, jnp.float32, transforms=_tiles(min(s.tokens, 32), 4))
-    if epilogue is not None:
-        return scratch | {"end_s": epilogue.scratch(s)}
-    y_shape = lambda owned: (s.warpgroups, owned, WGMMA_ROWS // per_column)  # noqa: E731
-    y_s = lambda owned: plgpu.SMEM(y_shape(owned), out_dtype, transforms=y_tiles)  # noqa: E731
-    scratch["end_s"] = y_s(s.owned)
-    if s.split > 1:
-        # A warpgroup's output overwrites what it has received, so both are of one size.
-        tiles = _tiles(min(s.owned, 32), 4)
-        parts_s = plgpu.SMEM((s.warpgroups, s.received, WGMMA_ROWS, s.owned), jnp.float32, transforms=tiles)
-        scratch["end_s"] = plgpu.RefUnion(y_s(s.received * s.owned * 4 // out_dtype.itemsize), parts_s)
-        scratch["arrived"] = plgpu.Barrier(num_arrivals=s.received, num_barriers=s.warpgroups)
-    return scratch
-
-
-def tree_of(parts: Iterable[jax.Array], put=lambda part, level: part, get=lambda held, level: held) -> jax.Array:
-    """Sum in a balanced binary tree, lower index on the left, of a power of two of parts.
-
-    A part, or a sum of 2**level of them, that waits for its right neighbour is what `put` makes of it, until `get`.
-    """
-    waiting: list[tuple[int, jax.Array]] = []
-    for part in parts:
-        level = 0
-        while waiting and waiting[-1][0] == level:
-            part, level = get(waiting.pop()[1], level) + part, level + 1
-        waiting.append((level, put(part, level)))
-    return get(waiting[0][1], waiting[0][0])
 
 
 def small_gemm(
@@ -364,225 +308,68 @@ def small_gemm(
     reason = fault(T, N, K, leaves, columns, s, out_dtype, gated, epilogue)
     if reason:
         raise ValueError(f"small_gemm of {T} tokens, N {N}, K {K}, {leaves} leaves, {s}: {reason}")
-    stacked = layer is not None
-    blocks = -(-T // s.tokens)
-    join = min(s.join, blocks)
-    tiles = -(-columns // (s.rows // per_column))
-    programs = min(s.programs or tiles, tiles)
-    chains = leaves // s.split
-    per_chain = K // leaves // s.k_tile
-    steps = per_chain * chains
-    rows = min(s.rows, WGMMA_ROWS)
-    width, most_columns = rows // per_column, WGMMA_ROWS // per_column  # columns of y of a warpgroup
-    owned = s.owned
-    owners = s.tokens // owned
-    waits_in_smem = range(1, 1 + s.waiting(leaves))  # levels of the tree
+    part = Part(s, T, K, N, columns, leaves, out_dtype, fill, gate, layer is not None, epilogue=epilogue)
+    return alone(part, x_TK, value, layer)
+
+
+def alone(part: Part, x_TK: jax.Array, value: jax.Array, layer: jax.Array | None) -> jax.Array | list[jax.Array]:
+    """The kernel of one part; x, weight, layer and results as of `small_gemm`."""
+    s, epilogue = part.schedule, part.epilogue
 
     def body(x_g, w_g, *rest):
-        layer_g, refs = (rest[0], rest[1:]) if stacked else (None, rest)
-        y_g = refs[-1]
-        program, part, leaf, block, wg = (lax.axis_index(a) for a in AXES)
-        first_token = (part * join + block) * s.tokens
-        count = lax.div(tiles - program + programs - 1, programs)
+        refs = rest[part.stacked :]
+        layer_g = rest[0] if part.stacked else None
+        place = {axis: lax.axis_index(axis) for axis in AXES}
+        wg = place["wg"]
 
-        def tile(t):
-            return (program + t * programs) * (s.rows // per_column)
-
-        def scoped(x_s, w_s, full, empty, end_s, waiting_s=None, arrived=None):
-            y_s, parts_s = end_s if s.split > 1 else (end_s, None)
-
+        def scoped(**scratch):
             @pl.when(wg == s.warpgroups)
             def _load():
                 if s.warpgroups > 1:
                     plgpu.set_max_registers(LOADER_REGISTERS, action="decrease")
                 mosaic.after_last_kernel()
-                index = (layer_g[0],) if stacked else ()
+                index = (layer_g[0],) if part.stacked else ()
+                loads = part.count(place) * part.steps
 
                 def step(i, carry):
-                    slot = lax.rem(i, s.stages)
-                    at_k = pl.ds((leaf * steps + lax.rem(i, steps)) * s.k_tile, s.k_tile)
-
-                    @pl.when(i >= s.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[slot])
-
-                    first = tile(lax.div(i, steps))
-                    if gated:
-                        source, target = hopper_gated.rows(w_g, index[0] if stacked else None, first, s.rows, at_k, w_s.at[slot])
-                    else:
-                        source = w_g.at[(*index, pl.ds(first, s.rows), at_k)]
-                        target = w_s.at[slot] if s.rows >= WGMMA_ROWS else w_s.at[slot, pl.ds(0, rows)]
-                    plgpu.copy_gmem_to_smem(
-                        source,
-                        target,
-                        full.at[slot],
-                        collective_axes="block" if join > 1 else None,
-                        oob_mode=mosaic.STREAM,
-                    )
-                    plgpu.copy_gmem_to_smem(x_g.at[pl.ds(first_token, s.tokens), at_k], x_s.at[slot], full.at[slot])
+                    part.wait_for_slot(scratch, i)
+                    part.load_weight(place, scratch, w_g, index, i)
+                    part.load_x(place, scratch, x_g, i)
                     return carry
 
                 def drain(i, carry):
                     # A program must outlive the arrivals of its neighbours at its barriers.
-                    @pl.when(i >= s.stages)
-                    def _():
-                        plgpu.barrier_wait(empty.at[lax.rem(i, s.stages)])
-
+                    part.wait_for_slot(scratch, i)
                     return carry
 
                 @plgpu.warp_map
                 def _(warp):  # one warp needs no barrier of the warpgroup for each load
                     @pl.when(warp == 0)
                     def _():
-                        lax.fori_loop(0, count * steps, step, None)
-                        lax.fori_loop(count * steps, count * steps + s.stages, drain, None)
-
-            def chain(first):
-                """One leaf: steps first.. of this program's loads, summed from zero."""
-
-                def run(acc):
-                    def step(j, carry):
-                        slot = lax.rem(first + j, s.stages)
-                        plgpu.barrier_wait(full.at[slot])
-                        if gated:
-                            w_tile = hopper_gated.operand(w_s.at[slot], wg)
-                        else:
-                            w_tile = w_s.at[slot, pl.ds(wg * WGMMA_ROWS, WGMMA_ROWS)]
-                        plgpu.wgmma(acc, w_tile, x_s.at[slot].transpose((1, 0)))
-                        plgpu.wgmma_wait(1)
-
-                        @pl.when(j > 0)
-                        def _():
-                            plgpu.barrier_arrive(empty.at[lax.rem(first + j - 1, s.stages)])
-
-                        return carry
-
-                    lax.fori_loop(0, per_chain, step, None)
-                    plgpu.wgmma_wait(0)
-                    plgpu.barrier_arrive(empty.at[lax.rem(first + per_chain - 1, s.stages)])
-                    return acc[...]
-
-                return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, s.tokens), jnp.float32))
-
-            def subtree(first, n):
-                """The sum of n leaves. Loops, for which the compiler finds registers; adding to -0 is exact."""
-                if n == 1:
-                    return chain(first)
-                if n == 2:
-                    left_NT = chain(first)
-                    return left_NT + chain(first + per_chain)
-                nothing_NT = plgpu.layout_cast(jnp.full((WGMMA_ROWS, s.tokens), -0.0, jnp.float32), plgpu.Layout.WGMMA)
-                half = lambda i, sum_NT: sum_NT + subtree(first + i * (n // 2) * per_chain, n // 2)  # noqa: E731
-                return lax.fori_loop(0, 2, half, nothing_NT)
-
-            def store(y_NT, first, at_token):
-                """Rounds, turns and writes one warpgroup's result, [64, tokens], to columns first.. of y."""
-                tokens = y_NT.shape[1]
-                if columns > N:
-                    n_NT = plgpu.broadcasted_iota(jnp.int32, y_NT.shape, 0, layout=plgpu.Layout.WGMMA) + first
-                    y_NT = jnp.where(n_NT < N, y_NT, jnp.float32(fill))
-                plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-                y_w = y_s.at[wg, pl.ds(0, owned)]
-                y_NT = plgpu.layout_cast(y_NT.astype(out_dtype), plgpu.Layout.WGMMA_TRANSPOSED)
-                if gated:
-                    y_NT = gate(*hopper_gated.halves(y_NT), hopper_gated.LAYOUT)
-                y_w.transpose((1, 0))[...] = y_NT
-                plgpu.commit_smem()
-                if width == most_columns:
-                    plgpu.copy_smem_to_gmem(y_w, y_g.at[pl.ds(at_token, tokens), pl.ds(first, width)])
-                    return
-                for t in range(0, tokens, 8):  # in shared memory only 8 tokens of fewer columns than all are contiguous
-                    plgpu.copy_smem_to_gmem(
-                        y_s.at[wg, pl.ds(t, 8), pl.ds(0, width)], y_g.at[pl.ds(at_token + t, 8), pl.ds(first, width)]
-                    )
+                        lax.fori_loop(0, loads, step, None)
+                        lax.fori_loop(loads, loads + s.stages, drain, None)
 
             @pl.when(wg < s.warpgroups)
             def _multiply():
                 if s.warpgroups > 1:
                     plgpu.set_max_registers(CONSUMER_REGISTERS[s.warpgroups], action="increase")
+                part.multiply(place, scratch, *refs)
 
-                def put(part, level):
-                    if level not in waits_in_smem:
-                        return part
-                    waiting_s[level - 1, wg] = part
-
-                def get(part, level):
-                    if level not in waits_in_smem:
-                        return part
-                    return plgpu.layout_cast(waiting_s[level - 1, wg], plgpu.Layout.WGMMA)
-
-                def swap(y_NT, first):
-                    halves = y_NT[:, :owned], y_NT[:, owned:]
-                    for me in range(2):
-
-                        @pl.when(leaf == me)
-                        def _(me=me):
-                            plgpu.async_store_smem(
-                                halves[1 - me],
-                                parts_s.at[wg, 0],
-                                arrived.at[wg],
-                                cluster_idx=jnp.int32(1 - me),
-                                cluster_dim="leaf",
-                            )
-                            plgpu.barrier_wait(arrived.at[wg])
-                            received_NT = plgpu.layout_cast(parts_s[wg, 0], plgpu.Layout.WGMMA)
-                            low_NT, high_NT = (received_NT, halves[1]) if me else (halves[0], received_NT)
-                            store(low_NT + high_NT, first, first_token + me * owned)
-
-                begun = None
-                if epilogue is not None:
-                    mosaic.results_can_be_read()
-                    begun = epilogue.begin(refs, first_token, wg)
-
-                def walk(t, carry):
-                    if waits_in_smem or (s.tokens <= WRITTEN_OUT[0] and chains <= WRITTEN_OUT[1]):
-                        y_NT = tree_of((chain(t * steps + c * per_chain) for c in range(chains)), put, get)
-                    else:
-                        y_NT = subtree(t * steps, chains)
-                    first = tile(t) + wg * most_columns
-                    if epilogue is not None:
-                        epilogue.end(begun, y_NT, first, wg, refs, end_s)
-                        return carry
-                    if s.split == 1:
-                        store(y_NT, first, first_token)
-                        return carry
-                    if s.swaps:
-                        swap(y_NT, first)
-                        return carry
-                    for owner in range(owners):
-                        plgpu.async_store_smem(
-                            y_NT[:, owner * owned : (owner + 1) * owned],
-                            parts_s.at[wg, leaf],
-                            arrived.at[wg],
-                            cluster_idx=jnp.int32(owner),
-                            cluster_dim="leaf",
-                        )
-
-                    @pl.when(leaf < owners)
-                    def _():
-                        plgpu.barrier_wait(arrived.at[wg])
-                        y_NT = tree_of(plgpu.layout_cast(parts_s[wg, i], plgpu.Layout.WGMMA) for i in range(s.split))
-                        store(y_NT, first, first_token + leaf * owned)
-
-                    return carry
-
-                lax.fori_loop(0, count, walk, None)
-                plgpu.wait_smem_to_gmem(0)
-
-        pl.run_scoped(scoped, **_scratch(s, leaves, columns, out_dtype, gated, epilogue), collective_axes="wg")
+        pl.run_scoped(scoped, **part.scratch(), collective_axes="wg")
 
     run = mosaic.kernel(
         body,
-        out_type=jax.ShapeDtypeStruct((T, columns), out_dtype) if epilogue is None else list(epilogue.outputs),
-        grid=(programs, -(-blocks // join)),
+        out_type=jax.ShapeDtypeStruct((part.tokens, part.columns), part.out_dtype) if epilogue is None else list(epilogue.outputs),
+        grid=(part.programs, -(-part.blocks // part.join)),
         grid_names=AXES[:2],
-        cluster=(s.split, join),
+        cluster=(s.split, part.join),
         cluster_names=AXES[2:4],
         num_threads=s.warpgroups + 1,
         thread_name=AXES[4],
         # Only sums that wait in shared memory are read by other lanes than wrote them.
-        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not waits_in_smem),
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=not s.waiting(part.leaves)),
     )
-    operands = (jnp.reshape(layer, (1,)),) if stacked else ()
+    weight = value if part.gate is None else hopper_gated.by_eights(value)
+    operands = (jnp.reshape(layer, (1,)),) if part.stacked else ()
     operands += () if epilogue is None else epilogue.operands
-    return run(x_TK, hopper_gated.by_eights(value) if gated else value, *operands)
+    return run(x_TK, weight, *operands)

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from pallas_kernels import mosaic
-from pallas_kernels.gemm import hopper_small
+from pallas_kernels.gemm import hopper_parts, hopper_small
 from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
 from tests.pallas_kernels.base import same, spread
 
@@ -101,7 +101,7 @@ def test_a_tree_adds_leaves_pairwise_and_the_lower_on_the_left():
             log.append(i)
             yield Leaf(str(i))
 
-    assert hopper_small.tree_of(leaves()).name == "(((01)(23))((45)(67)))" and log == list(range(8))
+    assert hopper_parts.tree_of(leaves()).name == "(((01)(23))((45)(67)))" and log == list(range(8))
 
 
 def lowered(T, N, K, leaves, out_dtype, schedule=None, **options):
