@@ -182,10 +182,10 @@ def rows(config: TrainConfig, runs: Mapping[str, pathlib.Path], found: Mapping[s
                 work=f"its accuracy on {config.data.held_out} held-out prompts after step {iso['held_out_step']}"))  # fmt: skip
     if native:
         made.append(dict(id="real-run-native-parity", metric="nats", ours=native["worst"], target="> 0",
-            work=f"the same in native numerics, {native['steps']} steps, {native['different']:,} of {native['tokens']:,} tokens differ: "
+            work=f"{work} in native numerics, {native['steps']} steps, {native['different']:,} of {native['tokens']:,} tokens differ: "
             "largest difference"))  # fmt: skip
         made.append(dict(id="real-run-native-ratio", metric="ratio", ours=native["ratio"],
-            work="its largest importance ratio of a token (iso: exactly 1)"))  # fmt: skip
+            work=f"{work} in native numerics: largest importance ratio of a token (iso: exactly 1)"))  # fmt: skip
     if iso:
         same = summary(runs["iso"], native["steps"]) if native else iso
         for name, key in PHASES.items():

@@ -172,6 +172,11 @@ def _ladder(first: int, last: int, factor: int = 4) -> tuple[int, ...]:
     return (*sizes, last)
 
 
+def bucket(sizes: tuple[int, ...], n: int) -> int:
+    """The smallest size that holds n, one of which does."""
+    return next(size for size in sizes if size >= n)
+
+
 def _cover(buckets: tuple[int, ...], most: int) -> tuple[int, ...]:
     """The buckets up to the first that holds `most`, which is added where none does."""
     return (*(b for b in buckets if b < most), next((b for b in buckets if b >= most), most))

@@ -17,7 +17,7 @@ from isomodel.batch import NO_SLOT, Batch, KVCache
 from isomodel.config import ModelConfig
 from isomodel.numerics import Numerics
 from isomodel.rollout import programs
-from isomodel.rollout.engine_config import EngineConfig
+from isomodel.rollout.engine_config import EngineConfig, bucket
 from isomodel.rollout.scheduler import Plan, StepResult
 from isomodel.rollout.slots import SlotTable
 from isomodel.specs import Params, weight_faults
@@ -197,7 +197,7 @@ class Runner:
         """Where the plan's samples stand by what the host knows, and how they sample."""
         samples, slots = plan.decode, plan.slots
         n = len(samples)
-        S = _bucket(self.config.seq_buckets, n)
+        S = bucket(self.config.seq_buckets, n)
         tokens_S, kv_len_S, room_S = np.zeros((3, S), np.int32)
         tokens_S[:n] = [s.tokens[s.count - 1] for s in samples]
         kv_len_S[:n] = [s.count for s in samples]
@@ -214,7 +214,7 @@ class Runner:
 
     def _mixed(self, plan: Plan) -> Running:
         decode = plan.decode
-        T, S = _bucket(self.config.token_buckets, plan.rows), self.config.seq_buckets[-1]
+        T, S = bucket(self.config.token_buckets, plan.rows), self.config.seq_buckets[-1]
         size = self.shapes.page_size
         slots = plan.slots
         tokens_T, positions_T, seq_T = np.zeros((3, T), np.int32)
@@ -257,8 +257,3 @@ class Runner:
             inv_temp_T[row : row + chunk.count] = chunk.sample.request.params.inv_temp
             row += chunk.count
         return programs.compiled_score(self.cfg, self.numerics, T)(self._params(plan), hidden_TD, targets_T, inv_temp_T)
-
-
-def _bucket(sizes: tuple[int, ...], n: int) -> int:
-    """The smallest bucket that holds n."""
-    return next(size for size in sizes if size >= n)

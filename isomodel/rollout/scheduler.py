@@ -28,6 +28,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from isomodel.rollout.engine_config import bucket
 from isomodel.rollout.outputs import Chosen
 from isomodel.rollout.pages import PagePool, extend_keys
 from isomodel.rollout.sequence import Request, Sample
@@ -346,7 +347,7 @@ class Scheduler:
 
     def _rows(self, count: int) -> int:
         """Rows that the device runs for so many samples."""
-        return next((size for size in self.seq_buckets if size >= count), count)
+        return bucket(self.seq_buckets, count) if self.seq_buckets else count
 
     def _worthwhile(self, steps: int, room_S: np.ndarray) -> int:
         """Most steps, up to `steps`, after which samples that have ended will have idled no more than IDLE_SHARE of the rows:

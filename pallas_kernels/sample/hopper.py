@@ -57,6 +57,7 @@ def sample(
     """(tokens [B], log-probability over the whole vocabulary [B] or zeros, that under the truncated distribution [B], anything
     if no row truncates)."""
     fixed = fixed or fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B)
+    none_B = jnp.zeros_like(fixed.inv_temp_B)
 
     def best(logits_BV, with_sums):
         """(tokens [B], their log-probabilities under these logits [B])"""
@@ -64,11 +65,11 @@ def sample(
 
     def truncated():
         tokens_B, truncated_B = best(hopper_truncate.truncate(logits_BV, fixed.inv_temp_B, top_k_B, top_p_B, min_p_B), True)
-        logprob_B = logprob.reduce(logits_BV, tokens_B, fixed.inv_temp_B)[0] if with_logprob else fixed.none_B
+        logprob_B = logprob.reduce(logits_BV, tokens_B, fixed.inv_temp_B)[0] if with_logprob else none_B
         return tokens_B, logprob_B, truncated_B
 
     def whole():
-        return *best(logits_BV, with_logprob), fixed.none_B
+        return *best(logits_BV, with_logprob), none_B
 
     return lax.cond(fixed.some_truncate, truncated, whole)
 
@@ -81,7 +82,6 @@ class Fixed(NamedTuple):
     inv_temp_P: jax.Array
     noisy_P: jax.Array  # 0 for greedy, else 1
     inv_temp_B: jax.Array  # 1 for greedy
-    none_B: jax.Array
     some_truncate: jax.Array
 
 
@@ -92,7 +92,7 @@ def fixed_of(keys_B2, inv_temp_B, top_k_B, top_p_B, min_p_B) -> Fixed:
     keys_P = [_padded(keys_B2[:, i]) for i in range(2)]
     noisy_P = _padded(jnp.where(greedy_B, 0.0, 1.0))
     some = jnp.any(truncates(top_k_B, top_p_B, min_p_B))
-    return Fixed(*keys_P, _padded(inv_temp_B, 1), noisy_P, inv_temp_B, jnp.zeros_like(inv_temp_B), some)
+    return Fixed(*keys_P, _padded(inv_temp_B, 1), noisy_P, inv_temp_B, some)
 
 
 def threefry(keys: tuple[jax.Array, jax.Array], counter: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
@@ -135,7 +135,7 @@ def _best(logits_BV, fixed: Fixed, positions_B, with_sums: bool) -> tuple[jax.Ar
     if with_sums:
         return logprob.finish_choice(*sums, Choice(score_SP, index_SP, logits_BV), fixed.inv_temp_P)
     index_SP = jnp.where(score_SP == jnp.max(score_SP, axis=0), index_SP, LAST)
-    return jnp.min(index_SP, axis=0)[:B], fixed.none_B
+    return jnp.min(index_SP, axis=0)[:B], jnp.zeros_like(fixed.inv_temp_B)
 
 
 @functools.partial(jax.jit, static_argnums=0)

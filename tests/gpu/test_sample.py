@@ -85,8 +85,9 @@ def test_sums_of_the_choice_are_those_of_a_kernel_of_their_own():
         fixed = hopper.fixed_of(keys, *rest)
         rows = fixed.key0_P, fixed.key1_P, hopper._padded(positions.astype(jnp.uint32)), fixed.inv_temp_P, fixed.noisy_P
         _, _, *sums = hopper._scan(True, z, *rows)
-        alone, _ = jax.jit(hopper._best, static_argnums=3)(z, fixed, positions, False)
-        assert same([alone], [whole()[0][:n]]), n
+        best = jax.jit(hopper._best, static_argnums=3)
+        (tokens, _), (alone, _) = (best(z, fixed, positions, with_sums) for with_sums in (True, False))
+        assert same([tokens, alone], [whole()[0][:n]] * 2), n
         stats = hopper_blocks.block_stats(z, fixed.inv_temp_P)
         sums, stats = ([np.asarray(x)[:, :n] for x in y] for y in (sums, stats))
         assert same(sums, stats) and not same(sums, stats[::-1]), n
