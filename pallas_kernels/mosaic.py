@@ -18,6 +18,7 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
+from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
@@ -212,6 +213,23 @@ def reciprocal(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
 def log2(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
     """Logarithm to base 2 by the special function unit (subnormals are 0: six instructions fewer for two)."""
     return _instruction("lg2.approx.ftz.f32", (x,), layout, jnp.log2)
+
+
+def here(x: jax.Array, layout=plgpu.Layout.WGMMA) -> jax.Array:
+    """x, computed here, neither before nor after.
+
+    Whatever a wait for products has made complete goes through this, right after the wait: LLVM knows of no tie between the two,
+    and where it has unrolled the loop before, it reads the accumulators ahead of the wait. And a sum that the compiler puts off
+    until it is needed keeps what it is of in registers.
+    """
+    if interpreting():
+        return x
+
+    @plgpu.inline_mgpu(arg_types=(layout,), return_type=plgpu.ShapeDtypeStruct(x.shape, x.dtype, layout=layout))
+    def emit(_, x):
+        return optimization_barrier(x)
+
+    return emit(x)
 
 
 def row_layout(layout=plgpu.Layout.WGMMA):

@@ -284,7 +284,7 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
                     plgpu.wgmma_wait(0)
 
                 start = plgpu.ACC.init(spread(lse_s)), plgpu.ACC.init(spread(delta_s))
-                s_KQ, dp_KQ = pl.run_state(scores)(start)
+                s_KQ, dp_KQ = map(mosaic.here, pl.run_state(scores)(start))
                 p_KQ = _causal(jnp.exp2(s_KQ * softmax_scale(d)), first_key + row - position)
                 ds_KQ = (p_KQ * dp_KQ).astype(dtype)
                 plgpu.wgmma(dv_acc, p_KQ.astype(dtype), do_s.at[slot, :, dkv])
@@ -302,7 +302,7 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
 
                     def product(acc, at=at):
                         plgpu.wgmma(acc, ds_w.at[:, dq_rows].transpose((1, 0)), k_s.at[none, :, at])
-                        return acc[...]
+                        return mosaic.here(acc[...])
 
                     dq_QD = pl.run_scoped(product, plgpu.ACC((64, 64), jnp.float32))
                     if at is dq_columns[-1]:
@@ -319,7 +319,7 @@ def _kernel(schedule: Schedule, q_tiles_most: int, q_RHd, k_pages, v_pages, do_R
 
             def walk(dk_acc, dv_acc):
                 lax.fori_loop(0, steps, lambda i, _: step(i, dk_acc, dv_acc), None)
-                return dk_acc[...], dv_acc[...]
+                return mosaic.here(dk_acc[...]), mosaic.here(dv_acc[...])
 
             shape = plgpu.ACC((64, schedule.columns), jnp.float32)
             dk_KD, dv_KD = pl.run_scoped(walk, shape, shape)

@@ -60,7 +60,7 @@ def issue(q_refs, k_refs) -> jax.Array:
 
 def landed(s_MB: jax.Array) -> jax.Array:
     """The scores that a wait has made complete."""
-    return plgpu.layout_cast(s_MB, plgpu.Layout.WGMMA)
+    return plgpu.layout_cast(mosaic.here(s_MB, IN_FLIGHT), plgpu.Layout.WGMMA)
 
 
 def _descriptor(ref, group: tuple[int, int], logical_k_major: bool):

@@ -43,7 +43,6 @@ import jax.experimental.pallas as pl
 import jax.experimental.pallas.mosaic_gpu as plgpu
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 
 from pallas_kernels import mosaic
 from pallas_kernels.gemm import hopper_gated
@@ -150,28 +149,14 @@ def store(
 
 def _complete(acc) -> jax.Array:
     """What a wait has made complete in an accumulator."""
-    return _here(plgpu.wgmma_accumulator_load(acc, wait_n=None))
-
-
-def _here(x_mn: jax.Array) -> jax.Array:
-    """x, computed here: the compiler would put sums off until they are needed, and keep in registers what they are of."""
-    if mosaic.interpreting():
-        return x_mn
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.Layout.WGMMA,), return_type=plgpu.ShapeDtypeStruct(x_mn.shape, x_mn.dtype, layout=plgpu.Layout.WGMMA)
-    )
-    def emit(_, x):
-        return optimization_barrier(x)
-
-    return emit(x_mn)
+    return mosaic.here(plgpu.wgmma_accumulator_load(acc, wait_n=None))
 
 
 def _added(sums: tuple, part_mn: jax.Array) -> tuple:
     """The sums (level, [m, n]) of 2**level leaves each that wait for their right neighbours, when the next leaf has come."""
     level = 0
     while sums and sums[-1][0] == level:
-        part_mn, level, sums = _here(sums[-1][1] + part_mn), level + 1, sums[:-1]
+        part_mn, level, sums = mosaic.here(sums[-1][1] + part_mn), level + 1, sums[:-1]
     return (*sums, (level, part_mn))
 
 

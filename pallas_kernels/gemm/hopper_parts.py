@@ -259,7 +259,7 @@ class Part:
                 lax.fori_loop(0, per_chain, step, None)
                 plgpu.wgmma_wait(0)
                 plgpu.barrier_arrive(empty.at[lax.rem(first + per_chain - 1, s.stages)])
-                return acc[...]
+                return mosaic.here(acc[...])
 
             return pl.run_scoped(run, plgpu.ACC((WGMMA_ROWS, s.tokens), jnp.float32))
 

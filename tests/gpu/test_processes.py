@@ -62,10 +62,11 @@ def digests() -> dict[str, str]:
     return {name: hashlib.sha256(np.ascontiguousarray(x)).hexdigest() for name, x in arrays.items()}
 
 
-def in_two_processes(run: Callable, module: str, *words: object) -> tuple[dict, dict]:
-    """What `run(*words)` gives here, and what `python -m module *words` prints at the same time as its last line, in JSON."""
+def in_two_processes(run: Callable, module: str, *words: object, **environ: str) -> tuple[dict, dict]:
+    """What `run(*words)` gives here, and what `python -m module *words`, with more variables in its environment, prints at the same
+    time as its last line, in JSON."""
     root = pathlib.Path(__file__).parents[2]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
+    environ = os.environ | environ | {"PYTHONPATH": os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))}
     command = [sys.executable, "-m", module, *map(str, words)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, cwd=root, env=environ) as other:
         mine = run(*words)

@@ -48,7 +48,7 @@ def test_the_bits_of_two_ops(model, T, page):
     got = one(case, None, *args)
     assert same(got, two(case, *args))
     assert not same(got[1:], args[5:7]), "control: something was written"
-    assert np.isfinite(np.asarray(got[0], np.float32)).all() and len(np.unique(bits(got[0]))) > 500
+    assert np.isfinite(np.asarray(got[0], np.float32)).all() and len(np.unique(bits(got[0]))) > 300
 
 
 GROUPS = {64: (3, 2), 128: (2, 3), 256: (1, 1)}

@@ -35,6 +35,7 @@ from tests.gpu import (
 )
 from tests.gpu.test_processes import in_two_processes
 from tests.pallas_kernels import base
+from tests.pallas_kernels.ptx import early_reads
 
 THREADS = 6
 """That compile side by side."""
@@ -150,9 +151,14 @@ def digests(family: str, seed: int, only: str | None = None) -> dict[str, tuple[
 
 
 @pytest.mark.parametrize("family", [pytest.param(f, marks=pytest.mark.xdist_group(f"two processes, {f}")) for f in FAMILIES])
-def test_every_entry_in_two_processes(family):
+def test_every_entry_in_two_processes(family, tmp_path):
+    """And no kernel reads a sum before it is complete, which some assembler may forgive."""
     seed = secrets.randbits(31)
-    mine, theirs = in_two_processes(digests, "tests.gpu.test_schedule_processes", family, seed)
+    written = {"MOSAIC_GPU_DUMP_TO": str(tmp_path)}
+    mine, theirs = in_two_processes(digests, "tests.gpu.test_schedule_processes", family, seed, **written)
+    kernels = {path.name: path.read_text() for path in tmp_path.glob("*.ptx")}
+    assert {name: found for name, ptx in kernels.items() if (found := early_reads(ptx))} == {}
+    assert any("wgmma" in ptx for ptx in kernels.values()) == (family != "rows"), "the control: products were looked at"
     assert list(theirs) == list(mine) and all(different > 100 for _, different in mine.values())
     words = lambda found: np.frombuffer(bytes.fromhex("".join(digest for digest, _ in found)), np.uint32)  # noqa: E731
     others = [name for name in mine if theirs[name][0] != mine[name][0]]
