@@ -20,7 +20,7 @@ from jax.experimental.mosaic.gpu import launch_context
 from jax.experimental.mosaic.gpu import utils as mosaic_utils
 from jax.experimental.mosaic.gpu.fragmented_array import optimization_barrier
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
+from jaxlib.mlir.dialects import llvm, nvvm
 
 from pallas_kernels import environment
 
@@ -252,45 +252,6 @@ def named_barrier(what: str, number) -> None:
         )
 
     emit(number)
-
-
-def grid_barrier(word, first, count: int) -> None:
-    """Every warpgroup that calls this waits until `count` have: what any of them wrote before, all of them read after.
-
-    Not by TMA, whose reads this does not order. All programs of the grid must be on the device together: SMS of them, one to a
-    multiprocessor. The word needs no reset, so that a launch finds what the one before left: its upper bit turns each time, the others
-    come back to what they were (as CUDA's cooperative groups do).
-
-    Args:
-      word: int32 [1] in global memory, its lower bits zero; no other kernel that runs meanwhile uses it.
-      first: whether this warpgroup is the one that turns the bit: true in one of them.
-    """
-    if interpreting():
-        raise NotImplementedError("the interpreter runs kernels with a grid barrier as several launches")
-
-    @plgpu.inline_mgpu(arg_types=(plgpu.RefType(), plgpu.Layout.WG_SPLAT(())))
-    def emit(_, word, first):
-        i32, i64 = (ir.IntegerType.get_signless(b) for b in (32, 64))
-        turn = arith.select(
-            arith.cmpi(arith.CmpIPredicate.ne, first.registers.item(), mosaic_utils.c(0, i32)),
-            mosaic_utils.c(2**31 - (count - 1), i32),
-            mosaic_utils.c(1, i32),
-        )
-        address = llvm.ptrtoint(i64, mosaic_utils.memref_ptr(word))
-        # The hardware's barrier orders the warpgroup's writes before the release of the one thread, and its acquire before their reads.
-        mosaic_utils.warpgroup_barrier()
-        with mosaic_utils.single_thread(scope=mosaic_utils.ThreadSubset.WARPGROUP):
-            llvm.inline_asm(
-                ir.Type.parse("!llvm.void"),
-                [address, turn],
-                "{ .reg .pred p; .reg .b32 before, now; atom.add.acq_rel.gpu.global.u32 before, [$0], $1; "
-                "again: ld.acquire.gpu.global.u32 now, [$0]; xor.b32 now, now, before; setp.ge.s32 p, now, 0; @p bra again; }",
-                "l,r",
-                has_side_effects=True,
-            )
-        mosaic_utils.warpgroup_barrier()
-
-    emit(word, first)
 
 
 def after_last_kernel() -> None:

@@ -66,11 +66,10 @@ def items(table_N5, splits: int, per_split: int, begin_N):
 
 
 def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: Callable | None = None, shortest_S=None):
-    """(`items` of each round, int32 [L, M, 7]; int32 [L + 1], how many are real, and a word for `mosaic.grid_barrier`; tiles of the
-    merge, int32 [N, 5], and how many).
+    """(`items` of each launch, int32 [L, M, 7]; int32 [L], how many are real; tiles of the merge, int32 [N, 5], and how many).
 
-    share: of a row for each sequence, T = S, the blocks that several sequences hold the same pages of are walked in a round of
-    their own, before that of all others, where this finds it worth it (`hopper_shared.pays`); None: there is no such round.
+    share: of a row for each sequence, T = S, the blocks that several sequences hold the same pages of are walked by a launch of
+    their own, before that of all others, where this finds it worth it (`hopper_shared.pays`); None: there is no such launch.
     shortest_S: int32 [S], the least lengths that `shortened` may ask for: what is shared lies below them; None for kv_len_S.
     """
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
@@ -81,9 +80,7 @@ def work_list(q_start_S1, kv_len_S, table_SP, T: int, shape: Shape, share: Calla
         tables, begins = [groups_S5, table_N5], [*begins, jnp.append(begin_S, 0)[table_N5[:, 0]]]
     of_each = jax.vmap(lambda table_N5, begin_N: items(table_N5, splits, shape.per_split, begin_N))
     merges_N5, merges = tiles(q_start_S1, kv_len_S, T, max(1, ROWS // shape.H), shape.block)
-    items_LM7, count_L = of_each(jnp.stack(tables), jnp.stack(begins))
-    word = jnp.minimum(count_L[:1], 0)  # 0, and no constant: a kernel writes to it
-    return items_LM7, jnp.concatenate([count_L, word]), merges_N5, merges[None]
+    return *of_each(jnp.stack(tables), jnp.stack(begins)), merges_N5, merges[None]
 
 
 def shortened(work, longest_S, kv_len_S, shape: Shape):
@@ -92,7 +89,7 @@ def shortened(work, longest_S, kv_len_S, shape: Shape):
     Lengths lie between that list's shortest_S and longest_S. Items keep their order, and with it their splits: one whose split
     has not begun has no blocks, and what it writes nobody reads.
     """
-    items_LM7, counts, merges_N5, merges = work
+    items_LM7, count_L, merges_N5, merges = work
     less_S1 = jnp.append(longest_S - kv_len_S, 0)  # the sequence of padding stays as it is
 
     def cut(tiles_N5):
@@ -104,9 +101,9 @@ def shortened(work, longest_S, kv_len_S, shape: Shape):
     tiles_LM5 = cut(items_LM7[..., :5])
     last_LM1 = jnp.minimum(items_LM7[..., 6:], tiles_LM5[..., 4:])
     own_LM7 = jnp.concatenate([tiles_LM5, items_LM7[..., 5:6], last_LM1], axis=-1)
-    of_own_L11 = jnp.arange(len(items_LM7))[:, None, None] == len(items_LM7) - 1
-    # Blocks that are shared lie below all lengths: their round stays as it is.
-    return jnp.where(of_own_L11, own_LM7, items_LM7), counts, cut(merges_N5), merges
+    of_own_L11 = jnp.arange(len(count_L))[:, None, None] == len(count_L) - 1
+    # Blocks that are shared lie below all lengths: their launch stays as it is.
+    return jnp.where(of_own_L11, own_LM7, items_LM7), count_L, cut(merges_N5), merges
 
 
 def attention(
@@ -115,20 +112,18 @@ def attention(
     """(o [T, H, d], log-sum-exp in log2 units, fp32 [T, H]); arguments as in `hopper_forward.attention`."""
     T = q_THd.shape[0]
     splits = -(-table_SP.shape[1] * shape.page // shape.split)
-    items_LM7, counts, *merges = work or work_list(q_start_S1, kv_len_S, table_SP, T, shape)
+    items_LM7, count_L, *merges = work or work_list(q_start_S1, kv_len_S, table_SP, T, shape)
     call = functools.partial(_call, shape, schedule or FEW[shape.d], splits)
-    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, counts)
-    if len(items_LM7) == 1:
-        results = call((Phase.ALL,), *operands)
-    elif mosaic.interpreting() or shape.d > 128:  # two walks in one kernel take more registers than there are at 256
-        results = call((Phase.OWN,), *operands, *call((Phase.SHARED,), *operands))
+    operands = (q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L)
+    if len(count_L) == 1:
+        results = call(Phase.ALL, *operands)
     else:
-        results = call((Phase.SHARED, Phase.OWN), *operands)[: 3 if splits > 1 else 2]
+        results = call(Phase.OWN, *operands, *call(Phase.SHARED, *operands))
     return tuple(results) if splits == 1 else merge_splits(*results, *merges, shape, T)
 
 
 class Phase(enum.Enum):
-    """Which blocks a round walks."""
+    """Which blocks a launch walks."""
 
     ALL = enum.auto()
     SHARED = enum.auto()  # those that several sequences have in common
@@ -136,27 +131,15 @@ class Phase(enum.Enum):
 
 
 def _call(
-    shape: Shape,
-    plan: Few,
-    splits: int,
-    phases: tuple[Phase, ...],
-    q_THd,
-    k_Rd,
-    v_Rd,
-    kv_len_S,
-    table_SP,
-    layer,
-    items_LM7,
-    counts,
-    *given,
+    shape: Shape, plan: Few, splits: int, phase: Phase, q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L, *given
 ):
-    """One launch of one round or of both; `given` to phase OWN alone is what phase SHARED alone returned.
+    """One launch; `given` to phase OWN is what phase SHARED returned.
 
-    Returns o [T, H, d] and log-sum-exp [T, H] where there is one split, else what `merge_splits` takes. Phase SHARED alone returns the
-    latter, if there are splits, and of each row the split that its group's blocks end in, m, l and O of an `Open`; both return those
-    last.
+    Returns o [T, H, d] and log-sum-exp [T, H] where there is one split, else what `merge_splits` takes; in phase SHARED that, if
+    there are splits, and of each row the split that its group's blocks end in, m, l and O of an `Open`.
     """
     (T, H, d), S, (_, M, _) = q_THd.shape, kv_len_S.shape[0], items_LM7.shape
+    launch = 1 if phase is Phase.OWN else 0
     pairs, slots, f32 = plan.pairs, plan.slots, jnp.float32
     result = [jax.ShapeDtypeStruct((T, H, d), jnp.bfloat16), jax.ShapeDtypeStruct((T, H), f32)]
     parts = []
@@ -164,13 +147,8 @@ def _call(
         parts = [jax.ShapeDtypeStruct((d // WIDTH, splits * T, H, WIDTH), f32)]
         parts += [jax.ShapeDtypeStruct((splits * T, H), f32)] * 2
     begun = [jax.ShapeDtypeStruct(s, f32) for s in ((T, H), (T, H, COLUMNS), (T, H, d))]
-    out_type = {
-        (Phase.ALL,): parts or result,
-        (Phase.SHARED,): parts + begun,
-        (Phase.OWN,): parts or result,
-        (Phase.SHARED, Phase.OWN): (parts or result) + begun,
-    }[phases]
-    if phases == (Phase.OWN,):
+    out_type = parts + begun if phase is Phase.SHARED else parts or result
+    if phase is Phase.OWN:
         # Parts of the splits that groups walked stay; the others are written beside them.
         refs = [jax.new_ref(x) for x in given[: len(parts)]]
         given = *refs, *given[len(parts) :]
@@ -178,64 +156,49 @@ def _call(
 
     def body(q_g, k_g, v_g, kv_len_g, table_g, layer_g, items_g, count_g, *out_g, scratch):
         q_memory, ring_s, ready, free, q_ready = scratch
-        # Parts, open splits and a result: what is given, and the outputs, in this order; of both rounds open splits come last.
-        begun_at = len(out_type) - 3 if len(phases) == 2 else len(parts)
-        parts_g, begun_g = out_g[: len(parts)], out_g[begun_at : begun_at + 3]
-        result_g = out_g[:2] if len(phases) == 2 else out_g[-2:]
+        # Parts, open splits and a result in this order, of each what the phase has: what is given, and the outputs.
+        parts_g, begun_g, result_g = out_g[: len(parts)], out_g[len(parts) : len(parts) + 3], out_g[-2:]
         mosaic.after_last_kernel()
         wg = lax.axis_index("wg")
         pair = lax.rem(wg, pairs)
         # Of few items each has a multiprocessor to itself.
-        worker = pair * mosaic.SMS + lax.axis_index("cta")
-        rounds = [1 if phase is Phase.OWN else 0 for phase in phases]
-        deals = [Deal(worker, mosaic.SMS * pairs, count_g[n] * shape.K) for n in rounds]
-        trips = [deal.count() for deal in deals]
+        deal = Deal(pair * mosaic.SMS + lax.axis_index("cta"), mosaic.SMS * pairs, count_g[launch] * shape.K)
+        trips = deal.count()
         memory = Memory(q_memory[0].at[pair], ring_s.at[pair], ready, free, pair * slots)
 
-        def item(n: int, i):
-            """(tile, first block, last block, KV head) of this worker's i-th item of round n."""
-            at = deals[n][i]
+        def item(i):
+            """(tile, first block, last block, KV head) of this worker's i-th item."""
+            at = deal[i]
             m = jnp.minimum(lax.div(at, shape.K), M - 1)
-            fields = [items_g[rounds[n], m, j] for j in range(7)]
+            fields = [items_g[launch, m, j] for j in range(7)]
             return Tile(*fields[:5]), fields[5], fields[6], lax.rem(at, shape.K)
 
         @pl.when(wg >= pairs)
         def _producer():
             plgpu.set_max_registers(24, action="decrease")
 
-            def one_item(i, count, n: int):
-                tile, first, last, head = item(n, i)
+            def one_item(i, count):
+                tile, first, last, head = item(i)
                 layer_row, end = layer_g[0] * shape.layer_rows, kv_len_g[jnp.minimum(tile.sequence, S - 1)]
                 return fetch(shape, memory, k_g, v_g, table_g, tile, head, layer_row, first, last, count, slots, end)
 
-            count = jnp.int32(0)
-            for n in range(len(phases)):
-                count = lax.fori_loop(0, trips[n], functools.partial(one_item, n=n), count)
-            drain(memory, count, slots)
+            drain(memory, lax.fori_loop(0, trips, one_item, jnp.int32(0)), slots)
 
         @pl.when(wg < pairs)
         def _consumer():
             plgpu.set_max_registers(232, action="increase")
 
-            def copy(n: int, i):
-                """Starts the copy of q of item i of round n, or of what comes after that round."""
+            def copy(i):
+                tile, _, _, head = item(i)
+                copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head, tile.tokens)
 
-                @pl.when(i < trips[n])
-                def _():
-                    tile, _, _, head = item(n, i)
-                    copy_q(shape, q_g, q_memory, q_ready.at[pair], pair, tile.token, head, tile.tokens)
-
-                if n + 1 < len(phases):
-                    pl.when(i == trips[n])(lambda: copy(n + 1, jnp.int32(0)))
-
-            @pl.when(sum(trips) > 0)
+            @pl.when(trips > 0)
             def _first_q():
                 clear_q(q_memory, pair)
-                copy(0, jnp.int32(0))
+                copy(jnp.int32(0))
 
-            def one_item(i, count, n: int):
-                phase = phases[n]
-                tile, first, last, head = item(n, i)
+            def one_item(i, count):
+                tile, first, last, head = item(i)
                 limit = tile.tokens * shape.G
                 here = tile.token, head * shape.G, limit, shape.G
                 opened = lax.rem(first, shape.per_split) > 0
@@ -243,7 +206,9 @@ def _call(
                 plgpu.barrier_wait(q_ready.at[pair])
 
                 def next_q():
-                    copy(n, i + 1)
+                    @pl.when(i + 1 < trips)
+                    def _():
+                        copy(i + 1)
 
                 def write(total: Total):
                     if not parts:
@@ -285,16 +250,7 @@ def _call(
 
                 return attend() if phase is Phase.SHARED else lax.cond(last > first, attend, nothing)
 
-            count = jnp.int32(0)
-            for n in range(len(phases)):
-                if n:
-
-                    @pl.when(count_g[0] > 0)
-                    def _shared_blocks_are_walked():
-                        first = jnp.where(worker == 0, 1, 0)
-                        mosaic.grid_barrier(count_g.at[pl.ds(len(items_LM7), 1)], first, mosaic.SMS * pairs)
-
-                count = lax.fori_loop(0, trips[n], functools.partial(one_item, n=n), count)
+            lax.fori_loop(0, trips, one_item, jnp.int32(0))
 
     outputs = mosaic.kernel(
         body,
@@ -313,8 +269,8 @@ def _call(
         num_threads=2 * pairs,
         thread_name="wg",
         compiler_params=LANES,
-    )(q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, counts, *given)
-    return [ref[...] for ref in refs] if phases == (Phase.OWN,) and parts else outputs
+    )(q_THd, k_Rd, v_Rd, kv_len_S, table_SP, layer, items_LM7, count_L, *given)
+    return [ref[...] for ref in refs] if phase is Phase.OWN and parts else outputs
 
 
 def load_open(refs, d: int, some, token, head, limit, G: int) -> Open:

@@ -182,8 +182,8 @@ def test_a_shortened_list_has_the_items_of_one_made_for_the_shorter_lengths(seed
     longest, unbegun = shortest + grows, 0
     for part in (0, 0.3, rng.random(len(grows)), 0.999, 1):
         lengths = shortest + (grows * part).astype(np.int32)
-        (want,), (many, _), *merges = map(np.asarray, listed(lengths))
-        (got,), (listed_count, _), *cut_merges = map(np.asarray, cut(listed(longest), longest, lengths))
+        (want,), (many,), *merges = map(np.asarray, listed(lengths))
+        (got,), (listed_count,), *cut_merges = map(np.asarray, cut(listed(longest), longest, lengths))
         walked = [row for row in got[:listed_count].tolist() if row[6] > row[5] or row[5] == 0]
         assert sorted(walked) == sorted(want[:many].tolist())
         unbegun += listed_count - len(walked)
