@@ -18,8 +18,8 @@ from tests.pallas_kernels.test_hopper_rope_of_gemm import schedules_of, shaped
 LAYER = jnp.int32(1)
 TOKENS = [
     *(("smollm2", T) for T in (1, 8, 9, 16, 31, 64, 100, 200, 256)),
-    *(("qwen3-0.6b", T) for T in (65, 128, 129, 250, 256)),
-    *(("qwen3-8b", T) for T in (200, 256)),
+    *(("qwen3-0.6b", T) for T in (9, 16, 33, 64, 65, 128, 129, 250, 256)),
+    *(("qwen3-8b", T) for T in (33, 64, 100, 200, 256)),
 ]
 
 

@@ -80,8 +80,8 @@ def shaped(model: str, T: int, page: int = 16) -> Case:
     "model, T, kernels",
     [
         *(("smollm2", T, 1) for T in (1, 16, 256)),
-        ("qwen3-0.6b", 256, 1),
-        *(("qwen3-8b", T, kernels) for T, kernels in ((64, 2), (256, 1), (300, 2))),
+        *(("qwen3-0.6b", T, kernels) for T, kernels in ((8, 2), (16, 1), (256, 1))),
+        *(("qwen3-8b", T, kernels) for T, kernels in ((16, 2), (64, 1), (256, 1), (300, 2))),
     ],
 )
 def test_one_kernel_has_the_entries_of_two(model, T, kernels):
@@ -133,8 +133,8 @@ def test_a_line_of_the_table_says_whether_it_is_one_kernel(monkeypatch):
     assert hopper_of_gemm.choice(256, 6144, 4096, 128) is two_lines[1][1]
     assert hopper_of_gemm.choice(129, 6144, 576, 128) == Schedule(rows=128, tokens=64, k_tile=64, stages=8)
     assert hopper_of_gemm.choice(128, 4096, 1024, 128) is hopper_of_gemm.TABLE[128, 128][0][1]
-    assert hopper_of_gemm.choice(256, 960, 576, 64) == hopper_small.schedule_for(256, 960, 576, 1)
-    assert hopper_of_gemm.choice(16, 4096, 1024, 128) is None, "no program of the GEMM's own holds a head"
+    assert hopper_of_gemm.choice(64, 960, 576, 64) == hopper_small.schedule_for(64, 960, 576, 1)
+    assert hopper_of_gemm.choice(8, 4096, 1024, 128) is None, "no program of the GEMM's own holds a head"
 
 
 def test_faults_are_named():
