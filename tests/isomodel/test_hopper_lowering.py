@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,7 @@ from isomodel.rollout import EngineConfig, programs
 from pallas_kernels import attention, gemm, mosaic, qk_norm_rope
 from pallas_kernels.weight import Weight
 from tests.isomodel import shapes
+from tests.pallas_kernels import interpreter
 from tests.pallas_kernels.base import same, spread
 
 
@@ -125,11 +127,8 @@ def test_inference_multiplies_and_gates_in_one_kernel(T, layer, kernels):
     assert lowered(mlp, shape(T, D), shape(2, F, D), shape(D, F)).count("@mosaic_gpu_v2") == kernels
 
 
-@pytest.mark.parametrize("T, layer, kernels", [(8, 1, 1), (512, 1, 2), (8, None, 2)], ids=["decode", "prefill", "training"])
-def test_inference_projects_and_rotates_in_one_kernel(monkeypatch, T, layer, kernels):
-    """And in decode with the bits of two, which someone who looks gets."""
-    monkeypatch.setattr(attention, "attention", lambda q_THd, *_, **__: q_THd)
-    monkeypatch.setattr(gemm, "tree", lambda o_THd, *_, **__: o_THd)
+def mixer(T: int, layer: int | None):
+    """(the part of attention that projects and rotates T rows, its arguments); with `looks`, for someone who looks."""
     cfg = dataclasses.replace(MODELS["smollm2"], hidden_size=64, num_heads=2, num_kv_heads=1)
     weight = spread(np.random.default_rng(0), 1, 4, 64, 64, binades=2)
     x = spread(np.random.default_rng(1), T, 64, binades=2)
@@ -138,16 +137,33 @@ def test_inference_projects_and_rotates_in_one_kernel(monkeypatch, T, layer, ker
     batch = Batch(place, place, place, None, None, None)
     own = TrainPages(-(-T // 16), 16) if layer is None else None
 
-    def mixer(x, weight, pages, looks=False):
+    def run(x, weight, pages, looks=False):
         rotations = qk_norm_rope.rotations(
             place, theta=cfg.rope_theta, max_positions=512, head_dim=64, dtype=jnp.bfloat16
         )
         context = model.LayerContext(cfg, HOPPER, batch, rotations, own, None, layer)
-        with model._tapping(looks):
+        with (
+            model._tapping(looks),
+            mock.patch.object(attention, "attention", lambda q_THd, *_, **__: q_THd),
+            mock.patch.object(gemm, "tree", lambda o_THd, *_, **__: o_THd),
+        ):
             return model.Attention({"qkv": Weight(weight), "o": None}, False)(x, (pages, pages), context)
 
-    assert lowered(mixer, x, weight, pages).count("@mosaic_gpu_v2") == kernels
-    if kernels == 1:
-        with mosaic.interpreted():
-            one, two = (jax.tree.leaves(mixer(x, weight, pages, looks)) for looks in (False, True))
-        assert same(one, two)
+    return run, (x, weight, pages)
+
+
+@pytest.mark.parametrize("T, layer, kernels", [(8, 1, 1), (512, 1, 2), (8, None, 2)], ids=["decode", "prefill", "training"])
+def test_inference_projects_and_rotates_in_one_kernel(T, layer, kernels):
+    run, args = mixer(T, layer)
+    assert lowered(run, *args).count("@mosaic_gpu_v2") == kernels
+
+
+def one_and_two():
+    """Rows and pages of the one kernel, and those that someone who looks gets from two."""
+    run, args = mixer(8, 1)
+    with mosaic.interpreted():
+        return [jax.tree.leaves(run(*args, looks)) for looks in (False, True)]
+
+
+def test_one_kernel_has_the_bits_of_two():
+    interpreter.run("from tests.isomodel import test_hopper_lowering as t; assert t.same(*t.one_and_two())")

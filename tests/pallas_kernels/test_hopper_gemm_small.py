@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 from pallas_kernels import mosaic
 from pallas_kernels.gemm import hopper_parts, hopper_small
 from pallas_kernels.gemm.hopper_small import Schedule, small_gemm
+from tests.pallas_kernels import interpreter
 from tests.pallas_kernels.base import same, spread
 
 
@@ -63,13 +60,9 @@ def test_against_float64(case, out_dtype):
 
 
 def test_programs_that_wait_for_each_other():
-    """In a process whose XLA has threads for all: the interpreter keeps one for each warpgroup that waits, and on a machine
-    of 2 CPUs none is left for the one that they wait for."""
-    code = "from tests.pallas_kernels import test_hopper_gemm_small as t\nfor c in t.CROWDED.values(): t.check(c, t.jnp.float32)"
-    child = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PJRT_NPROC": str(mosaic.INTERPRETER_THREADS)}, capture_output=True, text=True, timeout=120
+    interpreter.run(
+        "from tests.pallas_kernels import test_hopper_gemm_small as t\nfor c in t.CROWDED.values(): t.check(c, t.jnp.float32)"
     )
-    assert child.returncode == 0, child.stderr[-2000:]
 
 
 def test_columns_after_the_weight_hold_the_fill():

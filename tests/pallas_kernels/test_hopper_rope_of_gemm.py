@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +14,7 @@ from pallas_kernels import gemm, mosaic, qk_norm_rope, registry
 from pallas_kernels.gemm import hopper_small
 from pallas_kernels.gemm.hopper_small import Schedule
 from pallas_kernels.qk_norm_rope import hopper_epilogue, hopper_of_gemm
+from tests.pallas_kernels import interpreter
 from tests.pallas_kernels import rope_of_gemm_work as work
 from tests.pallas_kernels.base import bits, same
 from tests.pallas_kernels.rope_of_gemm_work import Case
@@ -60,11 +58,7 @@ def test_the_bits_of_two_kernels():
 
 
 def test_the_bits_of_two_kernels_by_programs_whose_warpgroups_wait_for_each_other():
-    """In a process whose XLA has threads for all: see tests/pallas_kernels/test_hopper_gemm_small.py."""
-    code = "from tests.pallas_kernels import test_hopper_rope_of_gemm as t; [t.few(*c) for c in t.SHARED.values()]"
-    environment = {**os.environ, "PJRT_NPROC": str(mosaic.INTERPRETER_THREADS)}
-    child = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=120)
-    assert child.returncode == 0, child.stderr[-2000:]
+    interpreter.run("from tests.pallas_kernels import test_hopper_rope_of_gemm as t; [t.few(*c) for c in t.SHARED.values()]")
 
 
 MODELS = {"smollm2": (3, 3, 64, 576, False), "qwen3-0.6b": (8, 2, 128, 1024, True), "qwen3-8b": (8, 4, 128, 4096, True)}
